@@ -1,0 +1,53 @@
+"""What goes wrong, as data: findings, and the errors that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule broken at one place.
+
+    - code: stable name of the rule, such as `AF201`; a code never changes its meaning.
+    - severity: `"error"` stops sharding; `"warning"` and `"info"` are shown by `audit`.
+    - path: FQN of the module or parameter (`""` is the root module).
+    - declared: what the model, the mark or the caller says.
+    - wrong: why that cannot work.
+    - write: what to write instead.
+    """
+
+    code: str
+    severity: Severity
+    path: str
+    declared: str
+    wrong: str
+    write: str
+
+    def __str__(self) -> str:
+        where = self.path or "the root module"
+        return f"{self.code} {self.severity} at {where}: {self.declared}, but {self.wrong}. {self.write}."
+
+
+class AnnotationError(ValueError):
+    """A mark, an option or the model itself cannot be sharded as declared; nothing was changed.
+
+    `findings` holds every finding of severity `"error"`, not only the first.
+    """
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings: tuple[Finding, ...] = tuple(findings)
+        count = len(self.findings)
+        head = f"{count} finding{'' if count == 1 else 's'}; nothing was sharded"
+        super().__init__("\n".join([head, *(f"  {finding}" for finding in self.findings)]))
+
+    def __reduce__(self) -> tuple[type[AnnotationError], tuple[tuple[Finding, ...]]]:
+        return type(self), (self.findings,)
+
+
+class PlanMismatchError(AnnotationError):
+    """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""

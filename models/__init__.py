@@ -1,0 +1,1 @@
+"""Reference models that carry their own FSDP marks."""
