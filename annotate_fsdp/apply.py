@@ -1,0 +1,86 @@
+"""Apply a plan: the only file that calls `fully_shard`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from annotate_fsdp.collect import Tree
+from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.introspect import data_parallel_mesh, spmd_shard_placement
+from annotate_fsdp.plan import Plan, Unit
+
+
+def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -> None:
+    """Shard the modules of `tree` as `plan` says, unit by unit, in place.
+
+    Raises:
+        AnnotationError: `fully_shard` failed although every check had passed; the model is then sharded
+            in part and must be built again.
+    """
+    modules = {node.path: node.module for node in tree.nodes}
+    parameters = {held.path: held.parameter for held in tree.held}
+    meshes = _mesh_arguments(mesh, dp_mesh_dims)
+    done: list[str] = []
+    for unit in plan.units:
+        if unit.lowering == "kept":
+            continue
+        targets = [modules[path] for path in unit.paths]
+        try:
+            fully_shard(
+                targets if len(targets) > 1 else targets[0],  # type: ignore[arg-type]  # overloads
+                mp_policy=unit.policy,
+                offload_policy=unit.offload_policy,
+                reshard_after_forward=unit.reshard_after_forward,
+                ignored_params={parameters[path] for path in unit.excluded} or None,
+                **meshes(unit, parameters),
+            )
+        except Exception as error:
+            raise AnnotationError([_failed_midway(unit, done, error)]) from error
+        done.append(unit.name)
+    for unit in plan.units:
+        for path, method in unit.forward_methods:
+            register_fsdp_forward_method(modules[path], method)
+
+
+def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:
+    """Return a function that gives a unit's mesh arguments.
+
+    Under `dp_mesh_dims` FSDP2 takes DTensors on the full mesh only. A unit that holds plain tensors as
+    well is sharded over the data-parallel axes, its full-mesh DTensors by their own placement.
+    """
+    if dims is None:
+        return lambda unit, parameters: {"mesh": mesh}
+    whole = {"mesh": mesh, "dp_mesh_dims": dims}
+    axes = data_parallel_mesh(mesh, dims)
+    place = spmd_shard_placement(mesh, dims) if dims.shard is not None else None
+
+    def arguments(unit: Unit, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
+        on_mesh = [is_on_mesh(parameters[path], mesh) for path in unit.members]
+        if on_mesh and all(on_mesh):
+            return whole
+        return {"mesh": axes, "shard_placement_fn": place} if any(on_mesh) else {"mesh": axes}
+
+    return arguments
+
+
+def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether a parameter is a DTensor on the whole of `mesh`."""
+    data = parameter.data
+    return isinstance(data, DTensor) and data.device_mesh == mesh
+
+
+def _failed_midway(unit: Unit, done: list[str], error: Exception) -> Finding:
+    sharded = ", ".join(done) or "none"
+    return Finding(
+        "AF801",
+        "error",
+        unit.path,
+        f"unit {unit.name} [{type(error).__name__}: {error}]",
+        f"fully_shard failed after these units were sharded: {sharded}",
+        "Build the model again before another call, and report this as a missing check",
+    )

@@ -1,0 +1,287 @@
+"""Walk a model once: its modules, marks, parameters and who owns them, seen through wrappers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from annotate_fsdp.errors import Finding
+from annotate_fsdp.marks import (
+    DTYPE_ATTRIBUTE,
+    KNOWN_ATTRIBUTES,
+    UNIT_ATTRIBUTE,
+    Ignore,
+    Mark,
+    Off,
+    UnitSpec,
+    is_float_dtype,
+)
+from annotate_fsdp.policies import policy_dtype
+
+# A module whose only child has one of these names is that child's wrapper: checkpoint_wrapper,
+# torch.compile's OptimizedModule. Their names are left out of every path.
+WRAPPER_CHILDREN = ("_checkpoint_wrapped_module", "_orig_mod")
+_FSDP_NAME = re.compile(r"__fsdp_\w*__")
+
+
+@dataclass(eq=False)
+class Node:
+    """One module of the tree, wrappers included.
+
+    - index: position in registration order (a parent before its children); the root is 0.
+    - path: FQN of the first place it is registered at, wrapper names left out.
+    - module: what `fully_shard` is called on: the outermost wrapper.
+    - inner: the module under all wrappers.
+    - parents: indices of the modules that register it; more than one if it is shared.
+    - aliases: the other paths it is registered at.
+    - mark, provenance: its mark and where that comes from.
+    - finished: position in post-order (children before parents).
+    """
+
+    index: int
+    path: str
+    module: nn.Module
+    inner: nn.Module
+    parents: list[int]
+    aliases: list[str] = field(default_factory=list)
+    mark: Mark | None = None
+    provenance: str = ""
+    finished: int = -1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 was already applied to it."""
+        return isinstance(self.module, FSDPModule) or isinstance(self.inner, FSDPModule)
+
+    @property
+    def class_name(self) -> str:
+        """Name of its class as the author wrote it."""
+        return original_class(self.inner).__name__
+
+
+@dataclass(eq=False)
+class Held:
+    """One parameter, by identity: its first FQN, its other FQNs and the nodes that own it directly."""
+
+    parameter: nn.Parameter
+    path: str
+    owners: list[int]
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Tree:
+    """The collected model: nodes in registration order, parameters by first FQN, findings on the way."""
+
+    nodes: list[Node]
+    held: list[Held]
+    findings: list[Finding]
+    node_of: dict[int, int]  # id(module) -> index, also for wrappers
+
+    @property
+    def root(self) -> Node:
+        """The model itself."""
+        return self.nodes[0]
+
+
+def original_class(module: nn.Module) -> type:
+    """Return the class the author wrote; `fully_shard` puts a generated one in its place."""
+    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+
+
+def collect_tree(model: nn.Module) -> Tree:
+    """Walk `model` once and return what was found; nothing is changed.
+
+    Linear in modules and parameters. Shared modules and tied parameters are found by identity.
+    """
+    tree = Tree([], [], [], {})
+    held_by_id: dict[int, Held] = {}
+    classes: dict[type, tuple[Mark | None, str, list[Finding]]] = {}
+    finished = 0
+    # (module, path, parent); a finished node is pushed again as None with its index
+    stack: list[tuple[nn.Module | None, str, int]] = [(model, "", -1)]
+    while stack:
+        module, path, parent = stack.pop()
+        if module is None:
+            tree.nodes[parent].finished = finished
+            finished += 1
+            continue
+        seen = tree.node_of.get(id(module))
+        if seen is not None:
+            node = tree.nodes[seen]
+            node.parents.append(parent)
+            node.aliases.append(path)
+            continue
+        node = _new_node(tree, module, path, parent)
+        _read_marks(node, classes, tree.findings)
+        _hold_parameters(node, tree, held_by_id)
+        stack.append((None, "", node.index))
+        stack.extend(
+            (child, f"{path}.{name}" if path else name, node.index)
+            for name, child in reversed(node.inner._modules.items())
+            if child is not None
+        )
+    return tree
+
+
+def wrapper_chain(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and what it wraps, outermost first."""
+    while True:
+        yield module
+        children = module._modules
+        if len(children) != 1 or (name := next(iter(children))) not in WRAPPER_CHILDREN:
+            return
+        child = children[name]
+        if child is None:
+            return
+        module = child
+
+
+def _new_node(tree: Tree, module: nn.Module, path: str, parent: int) -> Node:
+    chain = list(wrapper_chain(module))
+    node = Node(len(tree.nodes), path, module, chain[-1], [parent] if parent >= 0 else [])
+    tree.nodes.append(node)
+    for wrapper in chain:
+        tree.node_of[id(wrapper)] = node.index
+    return node
+
+
+def _hold_parameters(node: Node, tree: Tree, held_by_id: dict[int, Held]) -> None:
+    for name, parameter in node.inner._parameters.items():
+        if parameter is None:
+            continue
+        path = f"{node.path}.{name}" if node.path else name
+        held = held_by_id.get(id(parameter))
+        if held is None:
+            held_by_id[id(parameter)] = held = Held(parameter, path, [node.index])
+            tree.held.append(held)
+            _refuse_parameter_marks(parameter, path, tree.findings)
+            continue
+        held.aliases.append(path)
+        if node.index not in held.owners:
+            held.owners.append(node.index)
+
+
+def _refuse_parameter_marks(parameter: nn.Parameter, path: str, findings: list[Finding]) -> None:
+    for name in vars(parameter):
+        if _FSDP_NAME.fullmatch(name):
+            findings.append(
+                Finding(
+                    "AF107",
+                    "error",
+                    path,
+                    f"{name} on a Parameter",
+                    "an attribute of a Parameter is lost when it is copied, moved or sharded",
+                    "Mark the module that owns it",
+                )
+            )
+
+
+def _read_marks(
+    node: Node, classes: dict[type, tuple[Mark | None, str, list[Finding]]], findings: list[Finding]
+) -> None:
+    """Set the node's mark: the instance's, outermost wrapper first, else its class's."""
+    for module in wrapper_chain(node.module):
+        mark, wrong = _mark_in(vars(module), node.path, "the instance")
+        findings += wrong
+        if mark is not None and node.mark is None:
+            node.mark, node.provenance = mark, "instance"
+    cls = original_class(node.inner)
+    if cls not in classes:
+        classes[cls] = _class_mark(cls, node.path)
+    mark, provenance, wrong = classes[cls]
+    findings += wrong
+    if wrong:  # said once, at the first instance
+        classes[cls] = (mark, provenance, [])
+    if node.mark is None and mark is not None:
+        node.mark, node.provenance = mark, provenance
+
+
+def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:
+    """Return the nearest mark in the MRO, its provenance, and what is wrong in any of the classes."""
+    found: Mark | None = None
+    provenance = ""
+    findings: list[Finding] = []
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        mark, wrong = _mark_in(vars(base), path, f"class {base.__qualname__}")
+        findings += wrong
+        if mark is not None and found is None:
+            found, provenance = mark, f"class {base.__qualname__}"
+    return found, provenance, findings
+
+
+def _mark_in(attributes: Mapping[str, object], path: str, place: str) -> tuple[Mark | None, list[Finding]]:
+    """Read the mark out of one namespace; a broken mark still counts as a plain unit mark."""
+    names = [name for name in attributes if name.startswith("__fsdp_")]
+    if not names:
+        return None, []
+    findings = [
+        Finding(
+            "AF106",
+            "error",
+            path,
+            f"{name} on {place}",
+            "no attribute of that name has a meaning",
+            f"Write {UNIT_ATTRIBUTE} (by fsdp_unit) or {DTYPE_ATTRIBUTE}",
+        )
+        for name in names
+        if _FSDP_NAME.fullmatch(name) and name not in KNOWN_ATTRIBUTES
+    ]
+    unit: Mark | None = None
+    by_dtype: UnitSpec | None = None
+    if UNIT_ATTRIBUTE in attributes:
+        unit, wrong = _unit_value(attributes[UNIT_ATTRIBUTE], path, place)
+        findings += wrong
+    if DTYPE_ATTRIBUTE in attributes:
+        by_dtype, wrong = _dtype_value(attributes[DTYPE_ATTRIBUTE], path, place)
+        findings += wrong
+    if unit is not None and by_dtype is not None and not findings and not _say_the_same(unit, by_dtype):
+        findings.append(
+            Finding(
+                "AF105",
+                "error",
+                path,
+                f"{UNIT_ATTRIBUTE}={unit!r} and {DTYPE_ATTRIBUTE}={by_dtype.policy!r} on {place}",
+                "the two marks disagree",
+                "Keep one of them",
+            )
+        )
+    return unit or by_dtype, findings
+
+
+def _unit_value(value: object, path: str, place: str) -> tuple[Mark, list[Finding]]:
+    if isinstance(value, UnitSpec | Off | Ignore):
+        return value, []
+    finding = Finding(
+        "AF104",
+        "error",
+        path,
+        f"{UNIT_ATTRIBUTE}={value!r} on {place}",
+        "its value is no UnitSpec",
+        "Mark it with fsdp_unit(...)",
+    )
+    return UnitSpec(), [finding]
+
+
+def _dtype_value(value: object, path: str, place: str) -> tuple[UnitSpec, list[Finding]]:
+    if is_float_dtype(value):
+        return UnitSpec(policy=value), []  # type: ignore[arg-type]  # is_float_dtype says it is a dtype
+    finding = Finding(
+        "AF103",
+        "error",
+        path,
+        f"{DTYPE_ATTRIBUTE}={value!r} on {place}",
+        "its value is not a floating-point torch.dtype",
+        f"Write {DTYPE_ATTRIBUTE} = torch.float32",
+    )
+    return UnitSpec(), [finding]
+
+
+def _say_the_same(unit: Mark, by_dtype: UnitSpec) -> bool:
+    return isinstance(unit, UnitSpec) and policy_dtype(unit.policy) == by_dtype.policy

@@ -1,0 +1,205 @@
+"""Read FSDP2's own state back. The only file that knows its private names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Shard
+
+from annotate_fsdp.collect import Held, Node, Tree, collect_tree, original_class
+from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.marks import PLAN_ATTRIBUTE, forward_methods
+from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
+from annotate_fsdp.policies import with_reduce_dtype
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Read the plan back from a model that FSDP2 has sharded, by `shard_annotated` or by hand.
+
+    Reduce dtypes are written out, and a unit whose reshard flag was left to FSDP2 shows what that means
+    (True; False for the root), so that the result can be compared with `plan_annotated`.
+
+    Raises:
+        AnnotationError: nothing in `model` is sharded.
+    """
+    tree = collect_tree(model)
+    units = read_units(tree)
+    if not units:
+        finding = Finding(
+            "AF303", "error", "", "plan_of", "no module of the model is sharded", "Shard the model first"
+        )
+        raise AnnotationError([finding])
+    owned = {member for unit in units for member in unit.members}
+    rest = tuple(held.path for held in tree.held if held.path not in owned)
+    mesh = next((unit.mesh for unit in reversed(units) if unit.mesh), None)
+    return Plan(units, mesh, rest)
+
+
+def read_units(tree: Tree) -> tuple[Unit, ...]:
+    """Return the units of the sharded modules in a collected tree, in application order."""
+    nodes_of: dict[int, list[Node]] = {}
+    states: dict[int, Any] = {}
+    for node in tree.nodes:
+        state = fsdp_state(node.module) or fsdp_state(node.inner)
+        if state is not None:
+            states[id(state)] = state
+            nodes_of.setdefault(id(state), []).append(node)
+    held_by_id = {id(held.parameter): held for held in tree.held}
+    units = [_read_unit(states[key], nodes, held_by_id) for key, nodes in nodes_of.items()]
+    finished = {node.path: node.finished for node in tree.nodes}
+    parents = {node.path: [tree.nodes[p].path for p in node.parents] for node in tree.nodes}
+    return order_units(units, finished, parents)
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """Return the FSDP2 state of `module` itself, None if it has none."""
+    return _get_module_fsdp_state(module) if isinstance(module, FSDPModule) else None
+
+
+def applied_plan(model: nn.Module) -> Plan | None:
+    """Return the plan that `shard_annotated` applied to `model`, None if it was sharded otherwise."""
+    plan = vars(model).get(PLAN_ATTRIBUTE)
+    return plan if isinstance(plan, Plan) else None
+
+
+def has_lazy_init(model: nn.Module) -> bool:
+    """Whether a forward has run through any sharded module, after which FSDP2's layout is final."""
+    return any(
+        state._is_root is not None for module in model.modules() if (state := fsdp_state(module)) is not None
+    )
+
+
+def spmd_shard_placement(
+    mesh: DeviceMesh, dims: DataParallelMeshDims
+) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Return a `shard_placement_fn` for a unit that holds plain tensors beside DTensors on `mesh`.
+
+    A DTensor on the full mesh is sharded over its data-parallel axes `dims`; everything else takes the
+    mesh given to `fully_shard`.
+    """
+    info = _get_mesh_info(mesh, dims)
+    assert isinstance(info, FSDPMeshInfo), "a mesh that shards nothing has no placement"
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        data = parameter.data
+        if isinstance(data, DTensor) and data.device_mesh == mesh:
+            return ShardPlacementResult(Shard(0), info)
+        return None
+
+    return place
+
+
+def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+    """Return the 1-D or 2-D mesh of the data-parallel axes `dims` of `mesh`."""
+    names = (*dims.replicate_names, *dims.shard_names)
+    if len(names) == 1 or (len(dims.replicate_names) == 1 == len(dims.shard_names)):
+        return mesh[names if len(names) > 1 else names[0]]
+    return _get_mesh_info(mesh, dims).mesh
+
+
+def watch_entries(
+    module: nn.Module,
+    before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[nn.Module, Any, Any], None],
+) -> Callable[[], None]:
+    """Call `before` and `after` around each forward method registered on a sharded module.
+
+    `before` sees the inputs as FSDP2 casts them, `after` the raw and the cast output. A plain forward
+    runs through module hooks, which look the functions up once and are not affected.
+
+    Returns:
+        A function that undoes it.
+    """
+    state = fsdp_state(module)
+    pre, post = state._pre_forward, state._post_forward
+
+    def pre_forward(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = pre(mod, args, kwargs)
+        before(mod, args, kwargs)
+        return args, kwargs
+
+    def post_forward(mod: nn.Module, args: Any, output: Any) -> Any:
+        cast = post(mod, args, output)
+        after(mod, output, cast)
+        return cast
+
+    state._pre_forward, state._post_forward = pre_forward, post_forward
+
+    def undo() -> None:
+        del state._pre_forward, state._post_forward
+
+    return undo
+
+
+def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Unit:
+    groups = list(state._fsdp_param_groups)
+    found = list(_read_parameters(groups, held_by_id))
+    order = {held.path: position for position, held in enumerate(held_by_id.values())}
+    parameters = tuple(sorted(found, key=lambda info: order[info.path]))
+    is_root = nodes[0].index == 0
+    return Unit(
+        paths=tuple(node.path for node in nodes),
+        members=tuple(info.path for info in parameters),
+        policy=with_reduce_dtype(state._mp_policy),
+        reshard_after_forward=_read_reshard(state, groups, is_root),
+        mesh=_read_mesh(groups),
+        offload_policy=groups[0].offload_policy if groups else OffloadPolicy(),
+        class_names=tuple(node.class_name for node in nodes),
+        provenance="read back",
+        parameters=parameters,
+        forward_methods=tuple(
+            (node.path, name) for node in nodes for name in forward_methods(original_class(node.inner))
+        ),
+    )
+
+
+def _read_parameters(groups: list[Any], held_by_id: dict[int, Held]) -> Iterator[ParamInfo]:
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            held = held_by_id[id(info.module._parameters[info.param_name])]
+            sharded = fsdp_param.sharded_param
+            yield ParamInfo(
+                path=held.path,
+                shape=tuple(sharded.shape),
+                local_shape=tuple(fsdp_param._orig_size),
+                dtype=sharded.dtype,
+                trainable=held.parameter.requires_grad,
+                aliases=tuple(held.aliases),
+            )
+
+
+def _read_reshard(state: Any, groups: list[Any], is_root: bool) -> bool | int:
+    if not groups:
+        return False
+    if state._auto_reshard_after_forward:
+        return not is_root
+    group = groups[0]
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    if after is group.mesh_info or after.shard_mesh_size == group.mesh_info.shard_mesh_size:
+        return True
+    return int(after.shard_mesh_size)
+
+
+def _read_mesh(groups: list[Any]) -> MeshSpec | None:
+    if not groups:
+        return None
+    info = groups[0].mesh_info
+    shard = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+    replicated = isinstance(info, HSDPMeshInfo) or not isinstance(info, FSDPMeshInfo)
+    replicate = info.replicate_mesh_size if replicated and isinstance(info, DDPMeshInfo) else 1
+    return MeshSpec(replicate, shard, tuple(info.mesh.mesh_dim_names or ()))

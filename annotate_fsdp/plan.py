@@ -1,0 +1,418 @@
+"""Declarations to a `Plan`: which modules become FSDP units, in application order. Pure data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """How many ranks replicate and how many shard: (1, N) is plain FSDP, (R, S) is HSDP.
+
+    - replicate, shard: sizes of the two axes.
+    - dim_names: names of the mesh axes, for display; not compared.
+    """
+
+    replicate: int
+    shard: int
+    dim_names: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.shard} ranks" if self.replicate == 1 else f"{self.replicate}x{self.shard} ranks"
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of a unit.
+
+    - path: FQN; aliases: its other FQNs, if it is tied.
+    - shape: global shape; local_shape: what is left of it on a rank before FSDP shards it (smaller
+      only for tensor parallelism).
+    - dtype: storage dtype.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def sharded_numel(self, shard: int) -> int:
+        """Elements that each rank stores: dim 0 is cut into `shard` equal parts, the last ones padded."""
+        first, *rest = self.local_shape or (1,)
+        return -(-first // shard) * math.prod(rest)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One `fully_shard` call.
+
+    Compared: `paths`, `members`, `policy`, `reshard_after_forward`, `mesh`, `offload_policy`. Not
+    compared: where it comes from and how it looks.
+
+    - paths: FQNs of the modules in the call; `("",)` is the root.
+    - members: FQNs of the parameters it gathers and frees.
+    - policy: what it is sharded with, reduce dtype written out.
+    - reshard_after_forward: bool, or the world size to reshard to.
+    - class_names: the modules' classes as the author wrote them.
+    - provenance: the mark, rule or default that made it.
+    - lowering: `"unit"` (its own call) or `"kept"` (it was sharded before).
+    - why: the reason for the lowering, if there is one to give.
+    - parameters: the members in detail, in the order of `members`.
+    - excluded: FQNs of parameters below it that another unit owns, or nobody.
+    - forward_methods: (path, method) pairs to register as entry points.
+    """
+
+    paths: tuple[str, ...]
+    members: tuple[str, ...]
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int
+    mesh: MeshSpec | None
+    offload_policy: OffloadPolicy
+    class_names: tuple[str, ...] = field(default=(), compare=False)
+    provenance: str = field(default="", compare=False)
+    lowering: str = field(default="unit", compare=False)
+    why: str = field(default="", compare=False)
+    parameters: tuple[ParamInfo, ...] = field(default=(), compare=False)
+    excluded: tuple[str, ...] = field(default=(), compare=False)
+    forward_methods: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    @property
+    def path(self) -> str:
+        """FQN of its first module."""
+        return self.paths[0]
+
+    @property
+    def name(self) -> str:
+        """Its paths as one printable name."""
+        return ", ".join(path or "(root)" for path in self.paths)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters takes a gradient."""
+        return any(parameter.trainable for parameter in self.parameters)
+
+    @property
+    def storage_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Storage dtypes of its parameters, most bytes first."""
+        return tuple(self.bytes_by_dtype())
+
+    @property
+    def compute_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes its parameters have inside forward."""
+        if not self.parameters:
+            return ()
+        if self.policy.param_dtype is not None:
+            return (self.policy.param_dtype,)
+        return self.storage_dtypes
+
+    @property
+    def reduce_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes its gradients are reduced in; () if there are none."""
+        if not self.is_trainable:
+            return ()
+        if self.policy.reduce_dtype is not None:
+            return (self.policy.reduce_dtype,)
+        return tuple({parameter.dtype: None for parameter in self.parameters if parameter.trainable})
+
+    def bytes_by_dtype(self) -> dict[torch.dtype, int]:
+        """Stored bytes of the whole, unsharded unit by dtype, most bytes first."""
+        count: Counter[torch.dtype] = Counter()
+        for parameter in self.parameters:
+            count[parameter.dtype] += parameter.numel * parameter.dtype.itemsize
+        return dict(count.most_common())
+
+    def sharded_bytes(self) -> int:
+        """Stored bytes on each rank, padding included; all of them without a mesh."""
+        shard = self.mesh.shard if self.mesh else 1
+        return sum(p.sharded_numel(shard) * p.dtype.itemsize for p in self.parameters)
+
+    def gathered_bytes(self) -> int:
+        """Bytes of one gathered copy in the compute dtype, padding included."""
+        shard = self.mesh.shard if self.mesh else 1
+        compute = self.policy.param_dtype
+        return sum(
+            p.sharded_numel(shard) * shard * (compute or p.dtype).itemsize
+            for p in self.parameters
+        )
+
+    def collectives(self) -> dict[str, int]:
+        """Collectives of one training step in which it runs once and all gradients are reduced.
+
+        One all-gather for forward, one more for backward if it reshards, one reduce-scatter if it
+        trains, one all-reduce with it on a replicated mesh.
+        """
+        if not self.parameters:
+            return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        trains = int(self.is_trainable)
+        replicated = self.mesh is not None and self.mesh.replicate > 1
+        return {
+            "all_gather": 2 if self.reshard_after_forward is not False else 1,
+            "reduce_scatter": trains,
+            "all_reduce": trains * int(replicated),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return {
+            "paths": list(self.paths),
+            "class_names": list(self.class_names),
+            "members": list(self.members),
+            "policy": policy_to_dict(self.policy),
+            "reshard_after_forward": self.reshard_after_forward,
+            "mesh": [self.mesh.replicate, self.mesh.shard] if self.mesh else None,
+            "offload": offload_name(self.offload_policy),
+            "lowering": self.lowering,
+            "why": self.why,
+            "provenance": self.provenance,
+            "storage_bytes": {dtype_name(d): b for d, b in self.bytes_by_dtype().items()},
+            "compute_dtypes": [dtype_name(d) for d in self.compute_dtypes],
+            "reduce_dtypes": [dtype_name(d) for d in self.reduce_dtypes],
+            "numel": self.numel,
+            "trainable": self.is_trainable,
+            "sharded_bytes": self.sharded_bytes(),
+            "gathered_bytes": self.gathered_bytes(),
+            "collectives": self.collectives(),
+            "excluded": list(self.excluded),
+            "forward_methods": [list(pair) for pair in self.forward_methods],
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `shard_annotated` will do, or did: units in application order, children before parents.
+
+    `==` compares the layout: for each unit its paths, members, policy, reshard flag, mesh and offload
+    policy, but neither provenance nor reasons. A mesh is compared only where both plans know theirs, so
+    that a plan made without a mesh can be held against one read back from a sharded model.
+    """
+
+    units: tuple[Unit, ...]
+    mesh: MeshSpec | None = None
+    ignored: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return not any(True for _ in self.differences(other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(unit.paths for unit in self.units))
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.units)
+
+    def unit(self, path: str) -> Unit:
+        """Return the unit that the module at `path` is sharded with.
+
+        Raises:
+            KeyError: no unit has that path.
+        """
+        for unit in self.units:
+            if path in unit.paths:
+                return unit
+        raise KeyError(f"no unit at {path!r}; units: {', '.join(unit.name for unit in self.units)}")
+
+    def owner(self, parameter: str) -> Unit:
+        """Return the unit that gathers the parameter with this FQN.
+
+        Raises:
+            KeyError: no unit owns it.
+        """
+        for unit in self.units:
+            if parameter in unit.members:
+                return unit
+        raise KeyError(f"no unit owns {parameter!r}")
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters in all units."""
+        return sum(unit.numel for unit in self.units)
+
+    def collectives(self) -> dict[str, int]:
+        """Collectives of one training step in which every unit runs once; see `Unit.collectives`."""
+        total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        for unit in self.units:
+            for kind, count in unit.collectives().items():
+                total[kind] += count
+        return total
+
+    def differences(self, other: Plan) -> Iterator[str]:
+        """Yield one line for each difference in layout between this plan and `other`."""
+        mine = {unit.paths: unit for unit in self.units}
+        theirs = {unit.paths: unit for unit in other.units}
+        for paths, unit in mine.items():
+            if paths not in theirs:
+                yield f"{unit.name}: a unit here, none there"
+                continue
+            for what, here, there in _unit_differences(unit, theirs[paths]):
+                yield f"{unit.name}: {what} is {here} here, {there} there"
+        for paths, unit in theirs.items():
+            if paths not in mine:
+                yield f"{unit.name}: no unit here, one there"
+        if list(mine) != list(theirs) and mine.keys() == theirs.keys():
+            yield "the units are applied in another order"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-able data."""
+        return {
+            "mesh": [self.mesh.replicate, self.mesh.shard] if self.mesh else None,
+            "numel": self.numel,
+            "collectives": self.collectives(),
+            "ignored": list(self.ignored),
+            "units": [unit.to_dict() for unit in self.units],
+        }
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of the layout and of every parameter's shape, storage dtype and grad flag."""
+        text = json.dumps([unit_facts(unit) for unit in self.units], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def unit_facts(unit: Unit) -> dict[str, str]:
+    """Return what every rank must hold in common about a unit, as text by name."""
+    facts = {
+        "modules": unit.name,
+        "policy": json.dumps(policy_to_dict(unit.policy)),
+        "reshard_after_forward": str(unit.reshard_after_forward),
+        "mesh": str(unit.mesh),
+        "offload": offload_name(unit.offload_policy),
+        "excluded": ", ".join(unit.excluded),
+    }
+    for parameter in unit.parameters:
+        flag = "trainable" if parameter.trainable else "frozen"
+        shape = "x".join(map(str, parameter.shape))
+        facts[parameter.path] = f"{dtype_name(parameter.dtype)} [{shape}] {flag}"
+    return facts
+
+
+def _unit_differences(mine: Unit, theirs: Unit) -> Iterator[tuple[str, object, object]]:
+    """Yield (what, here, there) for two units of the same modules."""
+    if sorted(mine.members) != sorted(theirs.members):
+        here = sorted(set(mine.members) - set(theirs.members))
+        there = sorted(set(theirs.members) - set(mine.members))
+        yield "parameters", _some(here), _some(there)
+    ours, others = policy_to_dict(mine.policy), policy_to_dict(theirs.policy)
+    for name, value in ours.items():
+        if value != others[name]:
+            yield name, value, others[name]
+    if mine.reshard_after_forward != theirs.reshard_after_forward or (
+        isinstance(mine.reshard_after_forward, bool) != isinstance(theirs.reshard_after_forward, bool)
+    ):
+        yield "reshard_after_forward", mine.reshard_after_forward, theirs.reshard_after_forward
+    if mine.mesh and theirs.mesh and mine.mesh != theirs.mesh:
+        yield "mesh", mine.mesh, theirs.mesh
+    if mine.offload_policy != theirs.offload_policy:
+        yield "offload_policy", mine.offload_policy, theirs.offload_policy
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return (", ".join(paths[:3]) + more) or "none besides"
+
+
+def order_units(units: Iterable[Unit], finished: Mapping[str, int], parents: Mapping[str, list[str]]) -> tuple[Unit, ...]:
+    """Return `units` in application order: what lies inside a unit before it, else in post-order.
+
+    Args:
+        units: in any order.
+        finished: post-order position of each module path.
+        parents: paths of the modules that register each module path.
+    """
+    units = sorted(units, key=lambda unit: min(finished[path] for path in unit.paths))
+    unit_of = {path: position for position, unit in enumerate(units) for path in unit.paths}
+    nearest: dict[str, frozenset[int]] = {}
+    for path in sorted(finished, key=finished.__getitem__, reverse=True):  # parents first
+        around: frozenset[int] = frozenset()
+        for parent in parents[path]:
+            own = unit_of.get(parent)
+            around |= frozenset({own}) if own is not None else nearest.get(parent, frozenset())
+        nearest[path] = around
+    waiting: list[set[int]] = [set() for _ in units]  # the units that must come before each
+    for position, unit in enumerate(units):
+        for path in unit.paths:
+            for outer in nearest[path]:
+                if outer != position:
+                    waiting[outer].add(position)
+    ordered: list[Unit] = []
+    done: set[int] = set()
+
+    def place(position: int) -> None:
+        """Append a unit after all that must come before it."""
+        stack = [position]
+        while stack:
+            top = stack[-1]
+            if top in done:
+                stack.pop()
+                continue
+            missing = sorted(waiting[top] - done - set(stack), reverse=True)
+            if missing:
+                stack += missing
+                continue
+            done.add(stack.pop())
+            ordered.append(units[top])
+
+    for position in range(len(units)):
+        place(position)
+    return tuple(ordered)
+
+
+_DTYPE_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+}
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the short name of a dtype: fp32, bf16, int8, ...; "-" for None."""
+    if dtype is None:
+        return "-"
+    return _DTYPE_SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, str | bool | None]:
+    """Return a policy's compared fields as JSON-able data."""
+    return {
+        "param_dtype": dtype_name(policy.param_dtype) if policy.param_dtype else None,
+        "reduce_dtype": dtype_name(policy.reduce_dtype) if policy.reduce_dtype else None,
+        "output_dtype": dtype_name(policy.output_dtype) if policy.output_dtype else None,
+        "cast_forward_inputs": policy.cast_forward_inputs,
+    }
+
+
+def offload_name(policy: OffloadPolicy) -> str:
+    """Return "none", "cpu" or "cpu-pinned"."""
+    if isinstance(policy, CPUOffloadPolicy):
+        return "cpu-pinned" if policy.pin_memory else "cpu"
+    return "none"

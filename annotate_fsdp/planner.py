@@ -1,0 +1,483 @@
+"""A collected tree and the caller's options to a `Plan`: the decisions, without any sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from annotate_fsdp.collect import Held, Node, Tree, original_class
+from annotate_fsdp.errors import Finding
+from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, forward_methods
+from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
+from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
+
+TIE_STAYS_GATHERED = "tied modules: gathered from the first use of the weight to the last"
+GROUP_STAYS_GATHERED = "a group stays gathered until its last member has run"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The caller's words, as `shard_annotated` takes them; `ignored` holds ids of parameters."""
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: Reshard | None = None
+    ignored: frozenset[int] = frozenset()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    lowering: str = "auto"
+    mesh: MeshSpec | None = None
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A unit in the making: its nodes, and the mark of each node (None: the library made it a unit)."""
+
+    nodes: list[int]
+    specs: list[UnitSpec | None]
+    provenance: str
+    why: str = ""
+    kept: Unit | None = None
+    is_tie: bool = False
+    policy: MixedPrecisionPolicy | None = None
+    reshard: bool | int | None = None
+    members: list[Held] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+
+
+class Planner:
+    """Turns one tree into one plan; every finding on the way is kept, and planning goes on."""
+
+    def __init__(self, tree: Tree, options: PlanOptions, kept: Iterable[Unit] = ()) -> None:
+        self.tree = tree
+        self.options = options
+        self.is_sharded = any(node.is_sharded for node in tree.nodes)
+        self.findings: list[Finding] = []
+        self.ignored = self._ignored_parameters()
+        self.drafts: list[_Draft] = []
+        self.draft_of: dict[int, _Draft] = {}  # node -> its draft
+        self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
+        self.ancestors: dict[int, frozenset[int]] = {}  # id(draft) -> ids of the drafts around it
+        self._declare(tuple(kept))
+        self._last_of_class = self._find_last_siblings()
+
+    def plan(self) -> Plan:
+        """Return the plan; `findings` is complete afterwards."""
+        self._look_around()
+        self._merge_named_groups()
+        self._place_shared_modules()
+        owners = self._place_parameters()
+        for draft in self.drafts:
+            self._resolve(draft, ())
+        self._check_ties(owners)
+        units = [self._unit(draft) for draft in self.drafts]
+        paths = {node.path: node.finished for node in self.tree.nodes}
+        parents = {node.path: [self.tree.nodes[p].path for p in node.parents] for node in self.tree.nodes}
+        ignored = tuple(held.path for held in self.tree.held if id(held.parameter) in self.ignored)
+        return Plan(order_units(units, paths, parents), self.options.mesh, ignored)
+
+    # -- which modules are units -------------------------------------------------------------------
+
+    def _ignored_parameters(self) -> set[int]:
+        """Ids of the parameters that are not FSDP's: the caller's and those under an ignored module."""
+        ignored_nodes: set[int] = set()
+        for node in self.tree.nodes:
+            inside = bool(node.parents) and node.parents[0] in ignored_nodes
+            if inside or isinstance(node.mark, Ignore):
+                ignored_nodes.add(node.index)
+        self.ignored_nodes = ignored_nodes
+        return set(self.options.ignored) | {
+            id(held.parameter)
+            for held in self.tree.held
+            if any(owner in ignored_nodes for owner in held.owners)
+        }
+
+    def _declare(self, kept: tuple[Unit, ...]) -> None:
+        kept_at = {path: unit for unit in kept for path in unit.paths}
+        kept_drafts: dict[int, _Draft] = {}
+        for node in self.tree.nodes:
+            if (unit := kept_at.get(node.path)) is not None:
+                draft = kept_drafts.get(id(unit))
+                if draft is None:
+                    draft = kept_drafts[id(unit)] = _Draft([], [], "sharded before", kept=unit)
+                    self.drafts.append(draft)
+                draft.nodes.append(node.index)
+                draft.specs.append(None)
+                self.draft_of[node.index] = draft
+            elif node.index not in self.ignored_nodes and isinstance(node.mark, UnitSpec):
+                self._new_draft([node.index], [node.mark], node.provenance)
+            elif node.index == 0:
+                self._new_draft([0], [None], "default: the root is always a unit")
+
+    def _new_draft(self, nodes: list[int], specs: list[UnitSpec | None], provenance: str) -> _Draft:
+        draft = _Draft(nodes, specs, provenance)
+        self.drafts.append(draft)
+        for node in nodes:
+            self.draft_of[node] = draft
+        return draft
+
+    def _look_around(self) -> None:
+        """Find the drafts nearest around every node, and all drafts around every draft."""
+        nodes = self.tree.nodes
+        self.around = [()] * len(nodes)
+        self.ancestors = {id(draft): frozenset() for draft in self.drafts}
+        for node in sorted(nodes, key=lambda n: n.finished, reverse=True):  # parents before children
+            nearest: dict[int, _Draft] = {}
+            for parent in node.parents:
+                own = self.draft_of.get(parent)
+                for draft in (own,) if own is not None else self.around[parent]:
+                    nearest[id(draft)] = draft
+            self.around[node.index] = tuple(nearest.values())
+            own = self.draft_of.get(node.index)
+            if own is not None:
+                self.ancestors[id(own)] = self.ancestors[id(own)].union(
+                    *(self.ancestors[key] | {key} for key in nearest)
+                )
+
+    def _nearest(self, node: int) -> tuple[_Draft, ...]:
+        """The drafts whose `fully_shard` call would reach the parameters that `node` owns."""
+        own = self.draft_of.get(node)
+        return (own,) if own is not None else self.around[node]
+
+    def _outermost(self, drafts: Iterable[_Draft]) -> _Draft | None:
+        """The one of `drafts` that encloses all others, if there is one."""
+        drafts = list(drafts)
+        for draft in drafts:
+            if all(other is draft or id(draft) in self.ancestors[id(other)] for other in drafts):
+                return draft
+        return None
+
+    def _merge_named_groups(self) -> None:
+        groups: dict[tuple[str, frozenset[int]], list[_Draft]] = {}
+        for draft in self.drafts:
+            spec = draft.specs[0]
+            if spec is not None and spec.group is not None and draft.nodes != [0]:
+                around = frozenset(id(outer) for outer in self.around[draft.nodes[0]])
+                groups.setdefault((spec.group, around), []).append(draft)
+        for (name, _), drafts in groups.items():
+            if len(drafts) > 1:
+                merged = self._merge(drafts, f"{drafts[0].provenance}, group {name!r}")
+                merged.why = GROUP_STAYS_GATHERED
+        self._look_around()
+
+    def _merge(self, drafts: list[_Draft], provenance: str) -> _Draft:
+        """Make one draft of several, at the place of the first."""
+        first = drafts[0]
+        for draft in drafts[1:]:
+            first.nodes += draft.nodes
+            first.specs += draft.specs
+            self.drafts.remove(draft)
+            for node in draft.nodes:
+                self.draft_of[node] = first
+        first.provenance = provenance
+        return first
+
+    def _place_shared_modules(self) -> None:
+        """Make a unit of each module that several units register and none of them encloses the rest."""
+        for node in self.tree.nodes:
+            if len(node.parents) < 2 or node.index in self.draft_of or node.index in self.ignored_nodes:
+                continue
+            around = self.around[node.index]
+            if len(around) > 1 and self._outermost(around) is None:
+                users = " and ".join(repr(_name(self._paths(draft))) for draft in around)
+                draft = self._new_draft([node.index], [None], f"default: shared by {users}")
+                draft.is_tie = True
+                draft.why = TIE_STAYS_GATHERED
+                self._look_around()
+
+    # -- which unit owns which parameter -----------------------------------------------------------
+
+    def _reached(self, held: Held) -> list[_Draft]:
+        """The drafts that reach the parameter through any of its owners."""
+        found: dict[int, _Draft] = {}
+        for owner in held.owners:
+            for draft in self._nearest(owner):
+                found[id(draft)] = draft
+        return list(found.values())
+
+    def _place_parameters(self) -> list[tuple[Held, _Draft, list[_Draft]]]:
+        """Give every parameter to one draft; return (parameter, its draft, the drafts that reach it)."""
+        self._bundle_tied_owners()
+        placed = []
+        for held in self.tree.held:
+            reached = self._reached(held)
+            if id(held.parameter) in self.ignored:
+                for draft in reached:
+                    draft.excluded.append(held.path)
+                continue
+            owner = self._outermost(reached) or reached[0]
+            owner.members.append(held)
+            for draft in reached:
+                if draft is not owner:
+                    draft.excluded.append(held.path)
+            placed.append((held, owner, reached))
+        return placed
+
+    def _bundle_tied_owners(self) -> None:
+        """Put modules that hold one weight into one unit where no unit encloses them all."""
+        leader: dict[int, int] = {}
+
+        def find(node: int) -> int:
+            while leader.setdefault(node, node) != node:
+                node = leader[node]
+            return node
+
+        for held in self.tree.held:
+            if len(held.owners) < 2 or id(held.parameter) in self.ignored:
+                continue
+            reached = self._reached(held)
+            if len(reached) > 1 and self._outermost(reached) is None:
+                first, *others = held.owners
+                for other in others:
+                    leader[find(other)] = find(first)
+        bundles: dict[int, list[int]] = {}
+        for node in sorted(leader):
+            bundles.setdefault(find(node), []).append(node)
+        for nodes in bundles.values():
+            self._bundle(nodes)
+        if bundles:
+            self._look_around()
+
+    def _bundle(self, nodes: list[int]) -> None:
+        drafts: list[_Draft] = []
+        for node in nodes:
+            draft = self.draft_of.get(node)
+            if draft is None:
+                draft = self._new_draft([node], [None], "default")
+            if draft not in drafts:
+                drafts.append(draft)
+        marks = {draft.provenance for draft in drafts}
+        merged = self._merge(drafts, "; ".join(sorted(marks)) + "; tied")
+        merged.is_tie = True
+        merged.why = TIE_STAYS_GATHERED
+
+    def _check_ties(self, placed: list[tuple[Held, _Draft, list[_Draft]]]) -> None:
+        """A tied weight can have one compute and one reduce dtype only."""
+        for held, owner, reached in placed:
+            for draft in reached:
+                here, there = _dtypes(owner.policy), _dtypes(draft.policy)
+                if here != there:
+                    self._disagree(
+                        self._using(held, owner), here, self._using(held, draft), there, "compute and reduce"
+                    )
+
+    def _using(self, held: Held, draft: _Draft) -> str:
+        """The FQN under which `draft` uses the parameter."""
+        name = held.path.rsplit(".", 1)[-1]
+        for owner in held.owners:
+            if draft in self._nearest(owner):
+                path = self.tree.nodes[owner].path
+                names = [n for n, p in self.tree.nodes[owner].inner._parameters.items() if p is held.parameter]
+                return f"{path}.{names[0]}" if path else names[0]
+        return name
+
+    def _disagree(self, path: str, declared: object, other: str, there: object, what: str) -> None:
+        self.findings.append(
+            Finding(
+                "AF204",
+                "error",
+                path,
+                f"{what} {declared} here and {there} at {other or 'the root module'}",
+                "both hold one parameter or share one unit, which can have one policy only",
+                "Give both the same mark",
+            )
+        )
+
+    # -- how each unit is sharded ------------------------------------------------------------------
+
+    def _resolve(self, draft: _Draft, running: tuple[_Draft, ...]) -> None:
+        """Set the draft's policy and reshard flag, its enclosing drafts' first."""
+        if draft.policy is not None:
+            return
+        if draft in running:
+            self.findings.append(
+                Finding(
+                    "AF210",
+                    "error",
+                    self._paths(draft)[0],
+                    f"one unit with {_name(self._paths(draft))}",
+                    "units that share weights lie inside each other in a circle",
+                    "Untie one of the weights",
+                )
+            )
+            draft.policy, draft.reshard = MixedPrecisionPolicy(), False
+            return
+        for node in draft.nodes:
+            for outer in self.around[node]:
+                self._resolve(outer, (*running, draft))
+        if draft.policy is not None:  # a circle ended here
+            return
+        if draft.kept is not None:
+            draft.policy, draft.reshard = draft.kept.policy, draft.kept.reshard_after_forward
+            return
+        resolved = [
+            self._policy(node, spec) for node, spec in zip(draft.nodes, draft.specs, strict=True)
+        ]
+        draft.policy = resolved[0]
+        for node, policy in zip(draft.nodes[1:], resolved[1:], strict=True):
+            if policy != draft.policy:
+                first, second = _policy_difference(draft.policy, policy)
+                paths = self.tree.nodes
+                self._disagree(
+                    paths[draft.nodes[0]].path, first, paths[node].path, second, "policy"
+                )
+        draft.reshard = self._reshard(draft)
+
+    def _policy(self, node: int, spec: UnitSpec | None) -> MixedPrecisionPolicy:
+        path, is_root = self.tree.nodes[node].path, node == 0
+        enclosing = self._enclosing_dtype(node)
+        if spec is None and not is_root:  # the library's own unit computes as the units around it
+            outer = [draft.policy or MixedPrecisionPolicy() for draft in self.around[node]]
+            for other, policy in zip(self.around[node][1:], outer[1:], strict=True):
+                if _dtypes(policy) != _dtypes(outer[0]):
+                    where = self._paths(other)[0]
+                    self._disagree(path, _dtypes(outer[0]), where, _dtypes(policy), "compute and reduce")
+            return replace(outer[0], output_dtype=None, cast_forward_inputs=False)
+        try:
+            return resolve_policy(
+                spec or UnitSpec(),
+                base=self.options.mp_policy,
+                enclosing_dtype=enclosing,
+                policies=self.options.policies,
+                is_root=is_root,
+            )
+        except PolicyProblem as problem:
+            declared = f"policy={spec.policy!r} ({self.draft_of[node].provenance})" if spec else "mp_policy"
+            self.findings.append(
+                Finding("AF108", "error", path, declared, problem.wrong, problem.write)
+            )
+            return with_reduce_dtype(self.options.mp_policy)
+
+    def _enclosing_dtype(self, node: int) -> torch.dtype | None:
+        if node == 0:
+            return self.options.mp_policy.param_dtype
+        dtypes = {
+            (draft.policy or self.options.mp_policy).param_dtype: draft for draft in self.around[node]
+        }
+        if len(dtypes) > 1:
+            (first, here), (second, there) = list(dtypes.items())[:2]
+            self.findings.append(
+                Finding(
+                    "AF205",
+                    "error",
+                    self.tree.nodes[node].path,
+                    f"shared by {_name(self._paths(here))} ({first}) and {_name(self._paths(there))} ({second})",
+                    "its output cannot be cast back to two compute dtypes",
+                    "Give both users one compute dtype, or mark the shared module with output_dtype=...",
+                )
+            )
+        return next(iter(dtypes), self.options.mp_policy.param_dtype)
+
+    def _reshard(self, draft: _Draft) -> bool | int:
+        own = next((s.reshard_after_forward for s in draft.specs if s and s.reshard_after_forward is not None), None)
+        value: Reshard | None = own
+        if value is None:
+            if draft.nodes == [0] or len(draft.nodes) > 1 or draft.is_tie:
+                return False
+            outer = self.around[draft.nodes[0]][0]
+            if outer.nodes == [0]:
+                root = outer.specs[0]
+                value = root.reshard_after_forward if root is not None else None
+                value = self.options.reshard_after_forward if value is None else value
+            else:
+                value = outer.reshard
+        if value == "except_last":
+            return draft.nodes[0] not in self._last_of_class
+        if value is None:
+            return True
+        return self._world_to_reshard_to(draft, value)
+
+    def _world_to_reshard_to(self, draft: _Draft, value: bool | int | str) -> bool | int:
+        """Check an int against the mesh; the two trivial sizes are the two bools."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            return bool(value)
+        mesh = self.options.mesh
+        if mesh is None:
+            return value
+        if not 1 <= value <= mesh.shard or mesh.shard % value:
+            divisors = ", ".join(str(d) for d in range(2, mesh.shard) if mesh.shard % d == 0) or "none"
+            self.findings.append(
+                Finding(
+                    "AF206",
+                    "error",
+                    self._paths(draft)[0],
+                    f"reshard_after_forward={value}",
+                    f"it does not divide the {mesh.shard} ranks that shard",
+                    f"Write True, False or a divisor between (here: {divisors})",
+                )
+            )
+            return True
+        return {1: False, mesh.shard: True}.get(value, value) if mesh.shard > 1 else False
+
+    def _find_last_siblings(self) -> set[int]:
+        """Nodes that are the last tagged child of their class in their container."""
+        last: dict[tuple[int, type], int] = {}
+        for node in self.tree.nodes:
+            draft = self.draft_of.get(node.index)
+            if draft is not None and node.parents:
+                last[node.parents[0], original_class(node.inner)] = node.index
+        return set(last.values())
+
+    # -- the result --------------------------------------------------------------------------------
+
+    def _paths(self, draft: _Draft) -> tuple[str, ...]:
+        return tuple(self.tree.nodes[node].path for node in draft.nodes)
+
+    def _unit(self, draft: _Draft) -> Unit:
+        nodes = [self.tree.nodes[node] for node in draft.nodes]
+        if draft.kept is not None:
+            return replace(
+                draft.kept,
+                class_names=tuple(node.class_name for node in nodes),
+                provenance=draft.provenance,
+                lowering="kept",
+            )
+        offload = next((s.offload_policy for s in draft.specs if s and s.offload_policy), None)
+        has_members = bool(draft.members)  # without any, FSDP2 has nothing to reshard or offload
+        return Unit(
+            paths=self._paths(draft),
+            members=tuple(held.path for held in draft.members),
+            policy=draft.policy or MixedPrecisionPolicy(),
+            reshard_after_forward=(draft.reshard or False) if has_members else False,
+            mesh=self.options.mesh,
+            offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
+            class_names=tuple(node.class_name for node in nodes),
+            provenance=draft.provenance,
+            why=draft.why,
+            parameters=tuple(describe_parameter(held, self.is_sharded) for held in draft.members),
+            excluded=tuple(draft.excluded),
+            forward_methods=tuple((n.path, name) for n in nodes for name in entry_points(n)),
+        )
+
+
+def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
+    """Return a parameter's facts without its values; in a sharded model a DTensor counts as whole."""
+    parameter = held.parameter
+    shape = tuple(parameter.shape)
+    data = parameter.data
+    local = tuple(data.to_local().shape) if isinstance(data, DTensor) and not is_sharded else shape
+    return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
+
+
+def entry_points(node: Node) -> tuple[str, ...]:
+    """Names of the methods of a node's class that `fsdp_forward` marks."""
+    return forward_methods(original_class(node.inner))
+
+
+def _dtypes(policy: MixedPrecisionPolicy | None) -> str:
+    """A policy's compute and reduce dtype as text."""
+    words = policy_to_dict(policy or MixedPrecisionPolicy())
+    return f"{words['param_dtype'] or 'as stored'}/{words['reduce_dtype'] or 'as stored'}"
+
+
+def _policy_difference(first: MixedPrecisionPolicy, second: MixedPrecisionPolicy) -> tuple[str, str]:
+    ours, theirs = policy_to_dict(first), policy_to_dict(second)
+    names = [name for name in ours if ours[name] != theirs[name]]
+    return tuple(", ".join(f"{name}={words[name]}" for name in names) for words in (ours, theirs))  # type: ignore[return-value]  # two items
+
+
+def _name(paths: tuple[str, ...]) -> str:
+    return ", ".join(path or "(root)" for path in paths)
