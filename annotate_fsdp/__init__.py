@@ -1,15 +1,24 @@
 """Say in the model's own source how FSDP2 should cut it up and which parts stay in fp32."""
 
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
+from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
+from annotate_fsdp.plan import MeshSpec, Plan, Unit
+from annotate_fsdp.shard import plan_annotated, shard_annotated
 
 __all__ = [
     "AnnotationError",
     "Finding",
+    "MeshSpec",
+    "Plan",
     "PlanMismatchError",
+    "Unit",
     "UnitSpec",
     "fsdp_forward",
     "fsdp_ignore",
     "fsdp_off",
     "fsdp_unit",
+    "plan_annotated",
+    "plan_of",
+    "shard_annotated",
 ]

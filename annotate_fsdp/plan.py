@@ -156,10 +156,7 @@ class Unit:
         """Bytes of one gathered copy in the compute dtype, padding included."""
         shard = self.mesh.shard if self.mesh else 1
         compute = self.policy.param_dtype
-        return sum(
-            p.sharded_numel(shard) * shard * (compute or p.dtype).itemsize
-            for p in self.parameters
-        )
+        return sum(p.sharded_numel(shard) * shard * (compute or p.dtype).itemsize for p in self.parameters)
 
     def collectives(self) -> dict[str, int]:
         """Collectives of one training step in which it runs once and all gradients are reduced.
@@ -339,7 +336,9 @@ def _some(paths: list[str]) -> str:
     return (", ".join(paths[:3]) + more) or "none besides"
 
 
-def order_units(units: Iterable[Unit], finished: Mapping[str, int], parents: Mapping[str, list[str]]) -> tuple[Unit, ...]:
+def order_units(
+    units: Iterable[Unit], finished: Mapping[str, int], parents: Mapping[str, list[str]]
+) -> tuple[Unit, ...]:
     """Return `units` in application order: what lies inside a unit before it, else in post-order.
 
     Args:

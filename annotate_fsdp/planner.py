@@ -270,7 +270,9 @@ class Planner:
         for owner in held.owners:
             if draft in self._nearest(owner):
                 path = self.tree.nodes[owner].path
-                names = [n for n, p in self.tree.nodes[owner].inner._parameters.items() if p is held.parameter]
+                names = [
+                    n for n, p in self.tree.nodes[owner].inner._parameters.items() if p is held.parameter
+                ]
                 return f"{path}.{names[0]}" if path else names[0]
         return name
 
@@ -313,17 +315,13 @@ class Planner:
         if draft.kept is not None:
             draft.policy, draft.reshard = draft.kept.policy, draft.kept.reshard_after_forward
             return
-        resolved = [
-            self._policy(node, spec) for node, spec in zip(draft.nodes, draft.specs, strict=True)
-        ]
+        resolved = [self._policy(node, spec) for node, spec in zip(draft.nodes, draft.specs, strict=True)]
         draft.policy = resolved[0]
         for node, policy in zip(draft.nodes[1:], resolved[1:], strict=True):
             if policy != draft.policy:
                 first, second = _policy_difference(draft.policy, policy)
                 paths = self.tree.nodes
-                self._disagree(
-                    paths[draft.nodes[0]].path, first, paths[node].path, second, "policy"
-                )
+                self._disagree(paths[draft.nodes[0]].path, first, paths[node].path, second, "policy")
         draft.reshard = self._reshard(draft)
 
     def _policy(self, node: int, spec: UnitSpec | None) -> MixedPrecisionPolicy:
@@ -346,17 +344,13 @@ class Planner:
             )
         except PolicyProblem as problem:
             declared = f"policy={spec.policy!r} ({self.draft_of[node].provenance})" if spec else "mp_policy"
-            self.findings.append(
-                Finding("AF108", "error", path, declared, problem.wrong, problem.write)
-            )
+            self.findings.append(Finding("AF108", "error", path, declared, problem.wrong, problem.write))
             return with_reduce_dtype(self.options.mp_policy)
 
     def _enclosing_dtype(self, node: int) -> torch.dtype | None:
         if node == 0:
             return self.options.mp_policy.param_dtype
-        dtypes = {
-            (draft.policy or self.options.mp_policy).param_dtype: draft for draft in self.around[node]
-        }
+        dtypes = {(draft.policy or self.options.mp_policy).param_dtype: draft for draft in self.around[node]}
         if len(dtypes) > 1:
             (first, here), (second, there) = list(dtypes.items())[:2]
             self.findings.append(
@@ -372,7 +366,9 @@ class Planner:
         return next(iter(dtypes), self.options.mp_policy.param_dtype)
 
     def _reshard(self, draft: _Draft) -> bool | int:
-        own = next((s.reshard_after_forward for s in draft.specs if s and s.reshard_after_forward is not None), None)
+        own = next(
+            (s.reshard_after_forward for s in draft.specs if s and s.reshard_after_forward is not None), None
+        )
         value: Reshard | None = own
         if value is None:
             if draft.nodes == [0] or len(draft.nodes) > 1 or draft.is_tie:

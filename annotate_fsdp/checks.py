@@ -1,0 +1,383 @@
+"""One pure function per rule: a collected tree and its plan to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Replicate
+
+from annotate_fsdp.collect import Node, Tree, original_class
+from annotate_fsdp.errors import Finding
+from annotate_fsdp.marks import Ignore, UnitSpec
+from annotate_fsdp.plan import Plan, Unit, dtype_name
+from annotate_fsdp.planner import entry_points
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rule may look at.
+
+    - existing: `"error"` or `"keep"`, what to do about modules that are sharded already; `"read"` when
+      nothing will be sharded and the model is only looked at.
+    """
+
+    tree: Tree
+    plan: Plan
+    mesh: DeviceMesh | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    existing: str = "error"
+
+    def node(self, path: str) -> Node:
+        """Return the node of the unit module at `path`."""
+        return self.by_path[path]
+
+    @property
+    def by_path(self) -> dict[str, Node]:
+        """The nodes by FQN."""
+        return {node.path: node for node in self.tree.nodes}
+
+    @property
+    def planned(self) -> Iterator[Unit]:
+        """The units that are still to be sharded."""
+        return (unit for unit in self.plan.units if unit.lowering != "kept")
+
+
+def run_checks(facts: Facts) -> list[Finding]:
+    """Return the findings of every rule, in the order of the rules."""
+    return [finding for rule in RULES for finding in rule(facts)]
+
+
+def check_marked(facts: Facts) -> Iterator[Finding]:
+    """AF109: a model without a single unit mark would become one unit."""
+    if not any(isinstance(node.mark, UnitSpec) for node in facts.tree.nodes):
+        count = sum(held.parameter.numel() for held in facts.tree.held)
+        yield Finding(
+            "AF109",
+            "error",
+            "",
+            "no module carries a mark",
+            f"all {count:,} parameters would be gathered at once, as one unit",
+            "Mark the repeated block's class with @fsdp_unit",
+        )
+
+
+def check_forward_defined(facts: Facts) -> Iterator[Finding]:
+    """AF201: FSDP2 gathers a unit when its forward is called; a container or holder has none."""
+    nodes = facts.by_path
+    for unit in facts.planned:
+        for path in unit.paths:
+            node = nodes[path]
+            if has_forward(node) or (path == "" and not unit.members and not _is_bare_list(node)):
+                continue
+            yield Finding(
+                "AF201",
+                "error",
+                path,
+                f"a unit ({unit.provenance}) on {node.class_name}",
+                f"{node.class_name} does not define forward, so nothing would gather its parameters",
+                "Mark the modules inside it, or the module that uses it"
+                if path
+                else "Shard the module that calls it",
+            )
+
+
+def has_forward(node: Node) -> bool:
+    """Whether calling the module runs code of its own, or a method is marked as entry point."""
+    cls = original_class(node.inner)
+    own = vars(node.inner).get("forward") is not None
+    return own or cls.forward is not nn.Module.forward or bool(entry_points(node))
+
+
+def _is_bare_list(node: Node) -> bool:
+    return isinstance(node.inner, nn.ModuleList | nn.ModuleDict)
+
+
+def check_scalars(facts: Facts) -> Iterator[Finding]:
+    """AF202: FSDP2 shards dimension 0, which a scalar does not have."""
+    for unit in facts.planned:
+        for parameter in unit.parameters:
+            if not parameter.shape:
+                yield Finding(
+                    "AF202",
+                    "error",
+                    parameter.path,
+                    f"a 0-dim parameter in unit {unit.name}",
+                    "FSDP2 shards dimension 0, which it does not have",
+                    "Store it with shape [1], or put it into ignored_params and keep it frozen",
+                )
+
+
+def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
+    """AF203: the trainable parameters of a unit are reduced in one buffer and need one dtype."""
+    for unit in facts.planned:
+        first: dict[torch.dtype, str] = {}
+        count: dict[torch.dtype, int] = {}
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                first.setdefault(parameter.dtype, parameter.path)
+                count[parameter.dtype] = count.get(parameter.dtype, 0) + 1
+        if len(first) > 1:
+            dtypes = sorted(first, key=lambda dtype: count[dtype])
+            odd = first[dtypes[0]]
+            listed = "; ".join(f"{count[d]} {dtype_name(d)} such as {first[d]}" for d in dtypes)
+            yield Finding(
+                "AF203",
+                "error",
+                odd,
+                f"trainable {dtype_name(dtypes[0])} in unit {unit.name}",
+                f"the unit stores trainable parameters of {len(first)} dtypes: {listed}",
+                f"Mark {odd.rpartition('.')[0] or 'its owner'} as a unit of its own, or store all in one dtype",
+            )
+
+
+def check_existing(facts: Facts) -> Iterator[Finding]:
+    """AF301: a module that is sharded already cannot be sharded again."""
+    if facts.existing != "error":
+        return
+    sharded = [node.path for node in facts.tree.nodes if node.is_sharded]
+    if sharded:
+        some = ", ".join(path or "(root)" for path in sharded[:5])
+        more = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
+        yield Finding(
+            "AF301",
+            "error",
+            sharded[0],
+            f"FSDP2 was applied before to {some}{more}",
+            "a module can be sharded only once",
+            'Pass existing="keep" to leave these units as they are, or build the model again',
+        )
+
+
+def check_inside_sharded(facts: Facts) -> Iterator[Finding]:
+    """AF302: children are sharded before their parent, so a mark inside a sharded unit comes too late."""
+    if facts.existing != "keep":
+        return
+    nodes = facts.tree.nodes
+    inside: dict[int, int] = {}  # node -> the sharded node around it
+    for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
+        for parent in node.parents:
+            if nodes[parent].is_sharded:
+                inside[node.index] = parent
+            elif parent in inside:
+                inside[node.index] = inside[parent]
+    planned = {path: unit for unit in facts.planned for path in unit.paths}
+    for node in nodes:
+        if node.index in inside and node.path in planned:
+            outer = nodes[inside[node.index]].path
+            yield Finding(
+                "AF302",
+                "error",
+                node.path,
+                f"a unit ({planned[node.path].provenance})",
+                f"{outer or 'the root module'} around it is sharded already and holds its parameters",
+                "Shard it first, or take its mark away with fsdp_off",
+            )
+
+
+def check_ignored(facts: Facts) -> Iterator[Finding]:
+    """AF208: nobody reduces the gradient of an ignored parameter, so the ranks would drift apart."""
+    ignored = set(facts.plan.ignored)
+    for held in facts.tree.held:
+        if held.path not in ignored or not held.parameter.requires_grad:
+            continue
+        mark = next((m for owner in held.owners if (m := _ignore_mark(facts.tree, owner))), None)
+        if mark is not None and mark.synced:
+            continue
+        if mark is None and isinstance(held.parameter.data, DTensor):
+            continue  # the caller manages it on a mesh of its own
+        yield Finding(
+            "AF208",
+            "error",
+            held.path,
+            "fsdp_ignore" if mark else "in ignored_params",
+            "it is trainable and nobody reduces its gradient, so every rank would train its own",
+            "Freeze it, or say fsdp_ignore(module, synced=True) if somebody else reduces it",
+        )
+
+
+def _ignore_mark(tree: Tree, index: int) -> Ignore | None:
+    """The nearest `fsdp_ignore` around a node."""
+    while True:
+        node = tree.nodes[index]
+        if isinstance(node.mark, Ignore):
+            return node.mark
+        if not node.parents:
+            return None
+        index = node.parents[0]
+
+
+def check_forward_methods(facts: Facts) -> Iterator[Finding]:
+    """AF209: an entry point of a module that is no unit gathers nothing."""
+    units = {path for unit in facts.plan.units for path in unit.paths}
+    nodes = facts.tree.nodes
+    for node in nodes:
+        if node.path in units:
+            continue
+        for method in entry_points(node):
+            if any(method in _names_called(nodes[index]) for index in _around(nodes, node)):
+                continue
+            yield Finding(
+                "AF209",
+                "error",
+                node.path,
+                f"@fsdp_forward on {node.class_name}.{method}",
+                "the module is no unit, so calling it would gather nothing",
+                "Mark the class with @fsdp_unit, or mark the enclosing unit's method that calls it",
+            )
+
+
+def _around(nodes: list[Node], node: Node) -> Iterator[int]:
+    """Indices of the modules around `node`, innermost first."""
+    while node.parents:
+        yield node.parents[0]
+        node = nodes[node.parents[0]]
+
+
+def _names_called(node: Node) -> set[str]:
+    """Attribute names that the entry points of a module mention in their code."""
+    cls = original_class(node.inner)
+    names: set[str] = set()
+    for method in ("forward", *entry_points(node)):
+        code = getattr(getattr(cls, method, None), "__code__", None)
+        if code is not None:
+            names.update(code.co_names)
+    return names
+
+
+def check_mesh(facts: Facts) -> Iterator[Finding]:
+    """AF401 to AF403: FSDP2 shards over one axis, and replicates over one more if both are named."""
+    mesh, dims = facts.mesh, facts.dp_mesh_dims
+    if mesh is None:
+        return
+    names = mesh.mesh_dim_names
+    declared = f"a mesh of {mesh.ndim} axes {names or '(unnamed)'}"
+    axes = 'Pass dp_mesh_dims=DataParallelMeshDims(shard="...", replicate="...")'
+    if dims is None and mesh.ndim > 2:
+        yield Finding("AF401", "error", "", declared, "FSDP2 shards over one axis or two", axes)
+    elif dims is None and mesh.ndim == 2 and names is None:
+        wrong = "a 2-D mesh replicates over axis 0 and shards over axis 1, which must be named"
+        write = 'Pass mesh_dim_names=("replicate", "shard") to init_device_mesh'
+        yield Finding("AF402", "error", "", declared, wrong, write)
+    if dims is not None:
+        asked = (*dims.shard_names, *dims.replicate_names)
+        unknown = [name for name in asked if name not in (names or ())]
+        if unknown or not asked:
+            wrong = f"{', '.join(map(repr, unknown))} is not among its axes" if asked else "no axis is named"
+            yield Finding("AF403", "error", "", f"dp_mesh_dims={dims} on {declared}", wrong, axes)
+
+
+def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
+    """AF405: a DTensor parameter must live on other axes than FSDP's, or replicate over those."""
+    mesh, dims = facts.mesh, facts.dp_mesh_dims
+    if mesh is None or facts.existing == "read":
+        return
+    parameters = {held.path: held.parameter for held in facts.tree.held}
+    ours = set((*dims.shard_names, *dims.replicate_names) if dims else mesh.mesh_dim_names or ())
+    for unit in facts.planned:
+        for path in unit.members:
+            data = parameters[path].data
+            if not isinstance(data, DTensor):
+                continue
+            theirs = data.device_mesh.mesh_dim_names or ()
+            if dims is not None and data.device_mesh == mesh:
+                split = [
+                    name
+                    for name, placement in zip(theirs, data.placements, strict=True)
+                    if name in ours and not isinstance(placement, Replicate)
+                ]
+                wrong = f"it is not Replicate() on the data-parallel axes {split}"
+            else:
+                split = [name for name in theirs if name in ours] or (
+                    ["all"] if data.device_mesh == mesh else []
+                )
+                wrong = f"its mesh {theirs or '(unnamed)'} has axes that FSDP shards over"
+            if split:
+                yield Finding(
+                    "AF405",
+                    "error",
+                    path,
+                    f"a DTensor with placements {data.placements}",
+                    wrong,
+                    "Keep the data-parallel axes for FSDP, or put it into ignored_params",
+                )
+
+
+def check_stored_below_compute(facts: Facts) -> Iterator[Finding]:
+    """AF501: weights stored in less than they compute in lose updates smaller than their spacing."""
+    for unit in facts.plan.units:
+        compute = unit.policy.param_dtype
+        if compute is None:
+            continue
+        low = [p for p in unit.parameters if p.trainable and _is_lower(p.dtype, compute)]
+        if low:
+            more = f" and {len(low) - 1} more" if len(low) > 1 else ""
+            yield Finding(
+                "AF501",
+                "warning",
+                low[0].path,
+                f"{dtype_name(compute)} compute in unit {unit.name}",
+                f"it is stored in {dtype_name(low[0].dtype)}{more}, so the optimizer's small updates are lost",
+                f"Store it in {dtype_name(compute)} before sharding: module.to({compute})",
+            )
+
+
+def _is_lower(stored: torch.dtype, compute: torch.dtype) -> bool:
+    return stored.is_floating_point and stored.itemsize < compute.itemsize
+
+
+def check_empty_units(facts: Facts) -> Iterator[Finding]:
+    """AF207: a marked module without parameters of its own shards nothing."""
+    nodes = facts.by_path
+    for unit in facts.planned:
+        if unit.members or unit.path == "" or not isinstance(nodes[unit.path].mark, UnitSpec):
+            continue
+        reason = (
+            "its parameters belong to other units" if unit.excluded else "it has no parameters of its own"
+        )
+        yield Finding(
+            "AF207",
+            "info",
+            unit.path,
+            f"a unit ({unit.provenance})",
+            f"{reason}: it only casts its inputs and outputs",
+            "Take the mark away with fsdp_off if that is not meant",
+        )
+
+
+def check_lost_buffers(facts: Facts) -> Iterator[Finding]:
+    """AF601: a non-persistent buffer on meta is in no state dict and must be computed again."""
+    for node in facts.tree.nodes:
+        for name in sorted(node.inner._non_persistent_buffers_set):
+            buffer = node.inner._buffers.get(name)
+            if buffer is None or not buffer.is_meta or hasattr(node.inner, "reset_buffers"):
+                continue
+            yield Finding(
+                "AF601",
+                "info",
+                f"{node.path}.{name}" if node.path else name,
+                "a non-persistent buffer on meta",
+                "no state dict holds it, and materializing leaves it undefined",
+                f"Define reset_buffers() on {node.class_name}, or compute it in materialize(init=...)",
+            )
+
+
+RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    check_marked,
+    check_mesh,
+    check_existing,
+    check_inside_sharded,
+    check_forward_defined,
+    check_scalars,
+    check_storage_dtypes,
+    check_ignored,
+    check_forward_methods,
+    check_tensor_parallel,
+    check_stored_below_compute,
+    check_empty_units,
+    check_lost_buffers,
+)

@@ -1,0 +1,291 @@
+"""The two calls of a framework: plan a marked model, and shard it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+from annotate_fsdp.agree import check_agreement
+from annotate_fsdp.apply import apply_plan
+from annotate_fsdp.checks import Facts, run_checks
+from annotate_fsdp.collect import Tree, collect_tree
+from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.introspect import read_units
+from annotate_fsdp.lowering import check_lowering, lower_plan
+from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard
+from annotate_fsdp.plan import MeshSpec, Plan
+from annotate_fsdp.planner import Planner, PlanOptions
+from annotate_fsdp.policies import check_policies
+
+M = TypeVar("M", bound=nn.Module)
+WorldSize = int | tuple[int, int]
+
+
+class ShardOptions(TypedDict, total=False):
+    """The keyword options that `shard_annotated`, `plan_annotated` and `audit` share.
+
+    - mp_policy: precision of every unit whose mark names none; `MixedPrecisionPolicy()` if None.
+    - offload_policy: as in `fully_shard`.
+    - reshard_after_forward: for units whose mark, and whose enclosing units' marks, say nothing; None is
+      FSDP2's default (True). The root never reshards unless it is marked to.
+    - ignored_params: parameters that FSDP leaves alone; each unit gets those below it.
+    - dp_mesh_dims: which axes of a larger mesh are data-parallel.
+    - policies: names that marks may use, to a policy, dtype or callable.
+    - lowering: `"auto"` or `"unit"`; see `lowering.lower_plan`.
+    - existing: `"error"`, or `"keep"` to leave units alone that are sharded already.
+    - check_ranks: exchange the plan's fingerprint over the mesh before sharding.
+    """
+
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    reshard_after_forward: Reshard | None
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    policies: Mapping[str, Policy] | None
+    lowering: str
+    existing: Literal["error", "keep"]
+    check_ranks: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with everything that was found on the way to it."""
+
+    tree: Tree
+    plan: Plan
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that stop sharding."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+
+def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions]) -> M:
+    """Shard every tagged module of `model` with FSDP2, children before parents and the root last.
+
+    Works in place and returns the same model. Everything is checked, and all ranks of `mesh` agree on
+    the plan, before the first module is sharded.
+
+    Args:
+        model: carries marks; on a device or on `meta`.
+        mesh: 1-D (FSDP), 2-D with named axes (HSDP: replicate, shard), or any with `dp_mesh_dims`.
+        **options: see `ShardOptions`.
+
+    Raises:
+        AnnotationError: marks, options or the model are wrong, on this rank or another; all findings
+            are listed, on every rank, and nothing was sharded.
+        PlanMismatchError: the ranks hold different plans; nothing was sharded.
+    """
+    _check_call(model, mesh, options)
+    try:
+        prepared = prepare(model, mesh, None, options)
+        errors, plan = prepared.errors, prepared.plan
+    except AnnotationError as error:
+        errors, plan = error.findings, None
+    except Exception as error:
+        _agree(mesh, None, (_unexpected(error),), options)
+        raise
+    _agree(mesh, plan, errors, options)
+    if errors or plan is None:
+        raise AnnotationError(errors)
+    apply_plan(prepared.tree, plan, mesh, options.get("dp_mesh_dims"))
+    vars(model)[PLAN_ATTRIBUTE] = plan
+    return model
+
+
+def plan_annotated(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    world_size: WorldSize | None = None,
+    **options: Unpack[ShardOptions],
+) -> Plan:
+    """Return what `shard_annotated` would do, without a process group and without touching the model.
+
+    Args:
+        model: carries marks; may be on `meta`.
+        mesh: as for `shard_annotated`; only its shape is read.
+        world_size: instead of a mesh, the number of ranks, or (replicate, shard) for HSDP. With neither,
+            the plan has no mesh and counts bytes unsharded.
+        **options: see `ShardOptions`.
+
+    Raises:
+        AnnotationError: what would be wrong, all findings at once.
+    """
+    _check_call(model, mesh, options)
+    prepared = prepare(model, mesh, world_size, options)
+    if prepared.errors:
+        raise AnnotationError(prepared.errors)
+    return prepared.plan
+
+
+def prepare(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    world_size: WorldSize | None,
+    options: ShardOptions,
+    *,
+    read_only: bool = False,
+) -> Prepared:
+    """Collect, plan and check; raise only where no plan can be made at all.
+
+    Args:
+        read_only: plan as if nothing were sharded yet, to hold a sharded model against it.
+    """
+    spec = mesh_spec(mesh, world_size, options.get("dp_mesh_dims"))
+    findings = list(_check_options(options))
+    if findings:
+        raise AnnotationError(findings)
+    existing = "read" if read_only else options.get("existing", "error")
+    tree = collect_tree(model)
+    planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
+    plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
+    facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
+    found = [*tree.findings, *planner.findings, *run_checks(facts)]
+    return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+
+
+def mesh_spec(
+    mesh: DeviceMesh | None, world_size: WorldSize | None, dims: DataParallelMeshDims | None
+) -> MeshSpec | None:
+    """Return the data-parallel shape of a mesh or world size; None if neither is given.
+
+    Raises:
+        AnnotationError: both are given and differ, or the world size is no positive number.
+    """
+    if mesh is not None:
+        names = tuple(mesh.mesh_dim_names or ())
+        if dims is None:
+            sizes = (1, mesh.size(0)) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+        else:
+            size = {name: mesh.size(axis) for axis, name in enumerate(names)}
+            sizes = (
+                _product(size.get(name, 1) for name in dims.replicate_names),
+                _product(size.get(name, 1) for name in dims.shard_names),
+            )
+        return MeshSpec(*sizes, names)
+    if world_size is None:
+        return None
+    pair = world_size if isinstance(world_size, tuple) else (1, world_size)
+    if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
+        raise AnnotationError(
+            [
+                Finding(
+                    "AF108",
+                    "error",
+                    "",
+                    f"world_size={world_size!r}",
+                    "it is no number of ranks",
+                    "Write world_size=64, or world_size=(8, 8) for 8 replicas of 8 shards",
+                )
+            ]
+        )
+    return MeshSpec(*pair)
+
+
+def _product(sizes: Iterable[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+def _agree(mesh: DeviceMesh, plan: Plan | None, errors: tuple[Finding, ...], options: ShardOptions) -> None:
+    if options.get("check_ranks", True):
+        check_agreement(mesh, plan, errors)
+
+
+def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
+    return PlanOptions(
+        mp_policy=options.get("mp_policy") or MixedPrecisionPolicy(),
+        offload_policy=options.get("offload_policy") or OffloadPolicy(),
+        reshard_after_forward=options.get("reshard_after_forward"),
+        ignored=frozenset(id(parameter) for parameter in options.get("ignored_params") or ()),
+        policies=dict(options.get("policies") or {}),
+        lowering=options.get("lowering", "auto"),
+        mesh=spec,
+    )
+
+
+def _check_call(model: object, mesh: object, options: Mapping[str, Any]) -> None:
+    """Refuse what no rank can even talk to the others about."""
+    findings = []
+    if not isinstance(model, nn.Module):
+        declared = f"a {type(model).__name__} as model"
+        findings.append(Finding("AF108", "error", "", declared, "it is no torch.nn.Module", "Pass the model"))
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        declared = f"a {type(mesh).__name__} as mesh"
+        write = 'Write mesh=init_device_mesh("cuda", (world_size,))'
+        findings.append(Finding("AF108", "error", "", declared, "it is no DeviceMesh", write))
+    elif isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        declared = f"a mesh of ranks {mesh.mesh.flatten().tolist()}"
+        write = "Call it on the ranks of the mesh only"
+        findings.append(Finding("AF404", "error", "", declared, "this rank is not one of them", write))
+    known = list(ShardOptions.__annotations__)
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"Did you mean {close[0]}? " if close else ""
+            declared, write = f"{name}={options[name]!r}", f"{meant}Write one of {', '.join(known)}"
+            findings.append(Finding("AF108", "error", "", declared, "there is no such option", write))
+    if findings:
+        raise AnnotationError(findings)
+
+
+def _check_options(options: ShardOptions) -> Iterable[Finding]:
+    """Yield a finding for each option whose value has no meaning."""
+
+    def wrong(name: str, why: str, write: str) -> Finding:
+        return Finding("AF108", "error", "", f"{name}={options.get(name)!r}", why, write)
+
+    kinds: dict[str, tuple[type, str]] = {
+        "mp_policy": (MixedPrecisionPolicy, "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
+        "offload_policy": (OffloadPolicy, "Write CPUOffloadPolicy()"),
+        "dp_mesh_dims": (DataParallelMeshDims, 'Write DataParallelMeshDims(shard="dp")'),
+        "policies": (Mapping, 'Write policies={"name": MixedPrecisionPolicy(...)}'),
+    }
+    for name, (kind, write) in kinds.items():
+        value = options.get(name)
+        if value is not None and not isinstance(value, kind):
+            yield wrong(name, f"it is no {kind.__name__}", write)
+    reshard = options.get("reshard_after_forward")
+    is_count = isinstance(reshard, int) and (isinstance(reshard, bool) or reshard > 0)
+    if reshard is not None and reshard != "except_last" and not is_count:
+        write = 'Write True, False, a world size to reshard to, or "except_last"'
+        yield wrong("reshard_after_forward", "it is no value that FSDP2 knows", write)
+    if options.get("existing", "error") not in ("error", "keep"):
+        yield wrong("existing", "it has no meaning", 'Write existing="error" or existing="keep"')
+    ignored = options.get("ignored_params")
+    if ignored is not None and not _all_parameters(ignored):
+        yield wrong("ignored_params", "it holds something else than parameters", "Pass a set of nn.Parameter")
+    policies = options.get("policies")
+    if isinstance(policies, Mapping):
+        for name, problem in check_policies(policies):
+            declared = f"policies={{{name!r}: {policies[name]!r}}}"
+            yield Finding("AF108", "error", "", declared, problem.wrong, problem.write)
+    yield from check_lowering(options.get("lowering", "auto"))
+
+
+def _all_parameters(ignored: object) -> bool:
+    return isinstance(ignored, set | frozenset | list | tuple) and all(
+        isinstance(parameter, torch.Tensor) for parameter in ignored
+    )
+
+
+def _unexpected(error: Exception) -> Finding:
+    return Finding(
+        "AF702",
+        "error",
+        "",
+        f"planning failed with {type(error).__name__}: {error}",
+        "this rank cannot shard the model",
+        "See the traceback of that rank",
+    )
