@@ -82,7 +82,8 @@ def _first_difference(
     ranks: tuple[int, int], first: list[dict[str, str]], second: list[dict[str, str]]
 ) -> Finding:
     """Describe the first unit, and in it the first fact, in which two ranks' plans differ."""
-    for ours, theirs in zip_longest(first, second, fillvalue={}):
+    nothing: dict[str, str] = {}
+    for ours, theirs in zip_longest(first, second, fillvalue=nothing):
         if ours == theirs:
             continue
         here, there = ours.get("modules"), theirs.get("modules")

@@ -32,7 +32,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         targets = [modules[path] for path in unit.paths]
         try:
             fully_shard(
-                targets if len(targets) > 1 else targets[0],  # type: ignore[arg-type]  # overloads
+                targets if len(targets) > 1 else targets[0],
                 mp_policy=unit.policy,
                 offload_policy=unit.offload_policy,
                 reshard_after_forward=unit.reshard_after_forward,

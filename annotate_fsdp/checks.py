@@ -90,7 +90,7 @@ def has_forward(node: Node) -> bool:
     """Whether calling the module runs code of its own, or a method is marked as entry point."""
     cls = original_class(node.inner)
     own = vars(node.inner).get("forward") is not None
-    return own or cls.forward is not nn.Module.forward or bool(entry_points(node))
+    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(entry_points(node))
 
 
 def _is_bare_list(node: Node) -> bool:
@@ -131,7 +131,8 @@ def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
                 odd,
                 f"trainable {dtype_name(dtypes[0])} in unit {unit.name}",
                 f"the unit stores trainable parameters of {len(first)} dtypes: {listed}",
-                f"Mark {odd.rpartition('.')[0] or 'its owner'} as a unit of its own, or store all in one dtype",
+                f"Mark {odd.rpartition('.')[0] or 'its owner'} as a unit of its own, "
+                "or store all in one dtype",
             )
 
 
@@ -274,8 +275,8 @@ def check_mesh(facts: Facts) -> Iterator[Finding]:
 def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
     """AF405: a DTensor parameter must live on other axes than FSDP's, or replicate over those."""
     mesh, dims = facts.mesh, facts.dp_mesh_dims
-    if mesh is None or facts.existing == "read":
-        return
+    if mesh is None or (facts.existing != "keep" and any(node.is_sharded for node in facts.tree.nodes)):
+        return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
     ours = set((*dims.shard_names, *dims.replicate_names) if dims else mesh.mesh_dim_names or ())
     for unit in facts.planned:
@@ -321,7 +322,7 @@ def check_stored_below_compute(facts: Facts) -> Iterator[Finding]:
                 "warning",
                 low[0].path,
                 f"{dtype_name(compute)} compute in unit {unit.name}",
-                f"it is stored in {dtype_name(low[0].dtype)}{more}, so the optimizer's small updates are lost",
+                f"it is stored in {dtype_name(low[0].dtype)}{more}, so the optimizer loses small updates",
                 f"Store it in {dtype_name(compute)} before sharding: module.to({compute})",
             )
 

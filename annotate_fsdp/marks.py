@@ -175,7 +175,8 @@ def fsdp_off(target: T) -> T:
     Raises:
         AnnotationError: `target` is neither a Module class nor a Module.
     """
-    return _set_mark(target, Off(), "fsdp_off", factories=False)
+    marked: T = _set_mark(target, Off(), "fsdp_off", factories=False)
+    return marked
 
 
 @overload
@@ -257,7 +258,7 @@ def _spec_from(options: Mapping[str, Any]) -> UnitSpec:
     return UnitSpec(**options)
 
 
-class _MarkedFactory(wrapt.FunctionWrapper):  # type: ignore[misc]  # wrapt's class is untyped
+class _MarkedFactory(wrapt.FunctionWrapper[Any, Any]):
     """A factory whose result is marked; pickled and copied by reference, as plain functions are."""
 
     def __reduce_ex__(self, protocol: object) -> str:

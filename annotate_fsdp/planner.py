@@ -358,7 +358,8 @@ class Planner:
                     "AF205",
                     "error",
                     self.tree.nodes[node].path,
-                    f"shared by {_name(self._paths(here))} ({first}) and {_name(self._paths(there))} ({second})",
+                    f"shared by {_name(self._paths(here))} ({first}) "
+                    f"and {_name(self._paths(there))} ({second})",
                     "its output cannot be cast back to two compute dtypes",
                     "Give both users one compute dtype, or mark the shared module with output_dtype=...",
                 )
