@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-#: Warnings are errors, in the test process and in the workers alike, and torch repeats its own each time. These
+#: Warnings are errors, in the test process and in the workers, and torch repeats its own each time. These
 #: (message pattern, category) are ignored; each has its reason beside it.
 IGNORED_WARNINGS: tuple[tuple[str, type[Warning]], ...] = ()
 
