@@ -187,7 +187,7 @@ def reset_distributed() -> None:
         # The next mesh of the same shape would find sharding decisions that name the dead groups.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        _clear_sharding_prop_cache()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
 
