@@ -26,6 +26,7 @@ ORDER = [
     "policies",
     "collect",
     "plan",
+    "planner",
     "lowering",
     "checks",
     "boundary",
