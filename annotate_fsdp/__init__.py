@@ -1,5 +1,6 @@
 """Say in the model's own source how FSDP2 should cut it up and which parts stay in fp32."""
 
+from annotate_fsdp.audit import AuditReport, audit
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
@@ -8,12 +9,14 @@ from annotate_fsdp.shard import plan_annotated, shard_annotated
 
 __all__ = [
     "AnnotationError",
+    "AuditReport",
     "Finding",
     "MeshSpec",
     "Plan",
     "PlanMismatchError",
     "Unit",
     "UnitSpec",
+    "audit",
     "fsdp_forward",
     "fsdp_ignore",
     "fsdp_off",

@@ -107,6 +107,13 @@ class Unit:
         """Its paths as one printable name."""
         return ", ".join(path or "(root)" for path in self.paths)
 
+    def __str__(self) -> str:
+        words = ", ".join(f"{name}={value}" for name, value in policy_to_dict(self.policy).items())
+        return (
+            f"{self.name} [{', '.join(self.class_names)}]: {len(self.members)} parameters, {words}, "
+            f"reshard_after_forward={self.reshard_after_forward} ({self.lowering}; {self.provenance})"
+        )
+
     @property
     def numel(self) -> int:
         """Number of parameters."""
@@ -223,6 +230,9 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.units)
+
+    def __str__(self) -> str:
+        return "\n".join(str(unit) for unit in self.units)
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)

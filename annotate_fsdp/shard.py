@@ -84,7 +84,7 @@ def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions])
             are listed, on every rank, and nothing was sharded.
         PlanMismatchError: the ranks hold different plans; nothing was sharded.
     """
-    _check_call(model, mesh, options)
+    check_call(model, mesh, options)
     try:
         prepared = prepare(model, mesh, None, options)
         errors, plan = prepared.errors, prepared.plan
@@ -120,7 +120,7 @@ def plan_annotated(
     Raises:
         AnnotationError: what would be wrong, all findings at once.
     """
-    _check_call(model, mesh, options)
+    check_call(model, mesh, options)
     prepared = prepare(model, mesh, world_size, options)
     if prepared.errors:
         raise AnnotationError(prepared.errors)
@@ -215,7 +215,7 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
     )
 
 
-def _check_call(model: object, mesh: object, options: Mapping[str, Any]) -> None:
+def check_call(model: object, mesh: object, options: Mapping[str, Any]) -> None:
     """Refuse what no rank can even talk to the others about."""
     findings = []
     if not isinstance(model, nn.Module):

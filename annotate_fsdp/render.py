@@ -1,0 +1,210 @@
+"""Plans and findings as plain text that fits a terminal."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from annotate_fsdp.errors import Finding
+from annotate_fsdp.plan import Plan, Unit, dtype_name
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
+_ANY_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its title, its width, and whether it is right-aligned."""
+
+    title: str
+    width: int
+    right: bool = False
+
+
+UNIT_COLUMNS = (
+    Column("unit", 26),
+    Column("n", 4, right=True),
+    Column("class", 13),
+    Column("from", 7),
+    Column("store", 5),
+    Column("comp", 4),
+    Column("red", 4),
+    Column("out", 4),
+    Column("resh", 4),
+    Column("params", 6, right=True),
+    Column("B/rank", 7, right=True),
+    Column("coll", 4, right=True),
+)
+
+
+def render_units(plan: Plan) -> str:
+    """Return the plan's unit table, repeated layers folded, at most 100 columns wide."""
+    rows = [
+        (_fold_paths([unit.name for unit in units]), str(len(units)), *cells)
+        for cells, units in _fold_units(plan.units)
+    ]
+    return render_table(UNIT_COLUMNS, rows)
+
+
+def render_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
+    """Return an aligned table. A first cell that is too long gets a line of its own, others are cut."""
+    lines = [_row(columns, [column.title for column in columns])]
+    lines.append(_row(columns, ["-" * column.width for column in columns]))
+    width = len(lines[-1])
+    for row in rows:
+        first, *rest = (printable(cell) for cell in row)
+        if len(first) > columns[0].width:
+            lines += textwrap.wrap(first, width, subsequent_indent="    ", break_on_hyphens=False)
+            first = ""
+        lines.append(_row(columns, [first, *rest]))
+    return "\n".join(lines)
+
+
+def render_totals(plan: Plan) -> str:
+    """Return three lines: parameters and bytes, collectives of a step, the largest gathered unit."""
+    stored: dict[torch.dtype, int] = {}
+    for unit in plan.units:
+        for dtype, count in unit.bytes_by_dtype().items():
+            stored[dtype] = stored.get(dtype, 0) + count
+    by_dtype = ", ".join(f"{dtype_name(d)} {human_bytes(b)}" for d, b in stored.items())
+    per_rank = sum(unit.sharded_bytes() for unit in plan.units)
+    where = f"; on each of {plan.mesh} {human_bytes(per_rank)} after sharding" if plan.mesh else ""
+    counts = plan.collectives()
+    words = ", ".join(f"{count:,} {kind.replace('_', '-')}s" for kind, count in counts.items() if count)
+    lines = [
+        f"{plan.numel:,} parameters in {len(plan.units)} units; stored: {by_dtype or 'nothing'}{where}",
+        f"collectives of one step: {words or 'none'}",
+    ]
+    largest = max(plan.units, key=Unit.gathered_bytes, default=None)
+    if largest is not None and largest.members:
+        lines.append(f"largest gathered unit: {largest.name} with {human_bytes(largest.gathered_bytes())}")
+    return "\n".join(line for text in lines for line in textwrap.wrap(printable(text), 100))
+
+
+def render_findings(findings: Sequence[Finding]) -> str:
+    """Return the findings, worst first, those that differ only by a number folded into one."""
+    if not findings:
+        return "findings: none"
+    order = ("error", "warning", "info")
+    folded: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in sorted(findings, key=lambda f: order.index(f.severity)):
+        key = (finding.code, *(_ANY_NUMBER.sub("#", text) for text in (finding.path, finding.declared)))
+        folded.setdefault(key, []).append(finding)
+    counts = [f"{n} {s}" for s in order if (n := sum(f.severity == s for f in findings))]
+    lines = [f"findings: {', '.join(counts)}"]
+    for alike in folded.values():
+        more = f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else ""
+        lines += textwrap.wrap(
+            printable(f"{alike[0]}{more}"), 100, initial_indent="  ", subsequent_indent="      "
+        )
+    return "\n".join(lines)
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit: 16.0 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_count(count: float) -> str:
+    """Return a count with a decimal suffix: 1.2M."""
+    for suffix in ("", "k", "M", "G"):
+        if count < 999.5:
+            return f"{count:.0f}" if not suffix else f"{count:.3g}{suffix}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters written out, so that a name cannot steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _row(columns: Sequence[Column], cells: Sequence[str]) -> str:
+    parts = []
+    for column, cell in zip(columns, cells, strict=True):
+        if len(cell) > column.width:
+            cell = cell[: column.width - 1] + "…"
+        parts.append(cell.rjust(column.width) if column.right else cell.ljust(column.width))
+    return " ".join(parts).rstrip()
+
+
+def _fold_units(units: Sequence[Unit]) -> list[tuple[tuple[str, ...], list[Unit]]]:
+    """Group units that look alike and whose paths differ by numbers only, in order of appearance."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault((_NUMBER.sub("*", unit.name), _cells(unit)), []).append(unit)
+    return [(cells, units) for (_, cells), units in groups.items()]
+
+
+def _cells(unit: Unit) -> tuple[str, ...]:
+    flag = unit.reshard_after_forward
+    reshard = ("yes" if flag else "no") if isinstance(flag, bool) else str(flag)
+    shares = unit.sharded_bytes()
+    return (
+        ", ".join(dict.fromkeys(unit.class_names)),
+        _short_provenance(unit),
+        _names(unit.storage_dtypes),
+        _names(unit.compute_dtypes or ((unit.policy.param_dtype,) if unit.policy.param_dtype else ())),
+        _names(unit.reduce_dtypes),
+        dtype_name(unit.policy.output_dtype),
+        reshard if unit.members else "-",
+        human_count(unit.numel),
+        human_bytes(shares).replace(" ", "").replace("iB", ""),
+        str(sum(unit.collectives().values())),
+    )
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    names = [dtype_name(dtype) for dtype in dtypes]
+    return names[0] + ("+" if len(names) > 1 else "") if names else "-"
+
+
+def _short_provenance(unit: Unit) -> str:
+    """ "class" for a mark on the module's own class, "inst." for one on the instance, ..."""
+    origin = unit.provenance
+    if "tied" in origin:
+        return "tied"
+    if origin.startswith("class "):
+        return "class" if origin.removeprefix("class ").split(".")[-1] in unit.class_names else "base"
+    short = {"instance": "inst.", "read back": "read", "sharded before": "kept"}
+    return short.get(origin, origin.split(":")[0].split(",")[0])
+
+
+def _fold_paths(paths: Sequence[str]) -> str:
+    """Write paths that differ by numbers only as one: layers.{0-91}.norm."""
+    if len(paths) == 1:
+        return paths[0]
+    values = [tuple(int(n) for n in _NUMBER.findall(path)) for path in paths]
+    columns = [sorted(set(column)) for column in zip(*values, strict=True)]
+    if math.prod(len(column) for column in columns) != len(paths):
+        return f"{paths[0]} and {len(paths) - 1} like it"
+    parts = _NUMBER.split(paths[0])
+    text = parts[0]
+    for column, part in zip(columns, parts[1:], strict=True):
+        text += (str(column[0]) if len(column) == 1 else "{" + _ranges(column) + "}") + part
+    return text
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write sorted numbers as ranges, with a step where there is one: 0-2, 3-91:4."""
+    if len(numbers) > 2:
+        steps = {b - a for a, b in pairwise(numbers)}
+        if len(steps) == 1 and (step := steps.pop()) > 1:
+            return f"{numbers[0]}-{numbers[-1]}:{step}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
