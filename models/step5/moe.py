@@ -107,4 +107,4 @@ class Step5MoE(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """Return the routed experts' output for `h` `[B, S, hidden]`, in its dtype."""
         tokens = (x.flatten(0, -2) for x in (h, *self.gate(h)))
-        return self.experts(*tokens).view_as(h)  # type: ignore[no-any-return]  # as above
+        return self.experts(*tokens).view_as(h)  # type: ignore[no-any-return]  # __call__
