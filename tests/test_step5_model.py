@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from annotate_fsdp import UnitSpec, fsdp_off
+from annotate_fsdp import UnitSpec, fsdp_off, plan_annotated
 from annotate_fsdp.marks import UNIT_ATTRIBUTE
 from annotate_fsdp.models.step5 import (
     FP32_MODULES,
@@ -118,6 +118,7 @@ def test_released_declares_533_units(released: Step5ForCausalLM) -> None:
     marked = [name for name, module in released.named_modules() if mark_of(module) is not None]
     assert "" not in marked, "the root is a unit without a mark"
     assert len(marked) + 1 == 533 == 69 * 5 + 23 * 8 + 4
+    assert len(plan_annotated(released, world_size=1024, lowering="unit").units) == 533
 
 
 def test_marks_stand_on_norms_indexer_islands_layers_embedding_and_head() -> None:
