@@ -57,6 +57,11 @@ class ParamInfo:
         """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def local_numel(self) -> int:
+        """Number of elements on a rank before FSDP shards it."""
+        return math.prod(self.local_shape)
+
     def sharded_numel(self, shard: int) -> int:
         """Elements that each rank stores: dim 0 is cut into `shard` equal parts, the last ones padded."""
         first, *rest = self.local_shape or (1,)

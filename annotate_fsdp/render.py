@@ -74,7 +74,12 @@ def render_totals(plan: Plan) -> str:
             stored[dtype] = stored.get(dtype, 0) + count
     by_dtype = ", ".join(f"{dtype_name(d)} {human_bytes(b)}" for d, b in stored.items())
     per_rank = sum(unit.sharded_bytes() for unit in plan.units)
-    where = f"; on each of {plan.mesh} {human_bytes(per_rank)} after sharding" if plan.mesh else ""
+    where = ""
+    if plan.mesh:
+        ideal = sum(p.local_numel * p.dtype.itemsize for u in plan.units for p in u.parameters)
+        waste = 1 - ideal / (per_rank * plan.mesh.shard) if per_rank else 0
+        padding = f" ({waste:.0%} of it padding)" if waste >= 0.005 else ""
+        where = f"; on each of {plan.mesh} {human_bytes(per_rank)} after sharding{padding}"
     counts = plan.collectives()
     words = ", ".join(f"{count:,} {kind.replace('_', '-')}s" for kind, count in counts.items() if count)
     lines = [
@@ -207,4 +212,5 @@ def _ranges(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ",".join(texts if len(texts) < 6 else [*texts[:2], "...", texts[-1]])
