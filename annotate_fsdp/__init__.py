@@ -3,6 +3,8 @@
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
+from annotate_fsdp.observation import Observation
+from annotate_fsdp.observe import observe
 from annotate_fsdp.plan import MeshSpec, Plan, Unit
 from annotate_fsdp.shard import plan_annotated, shard_annotated
 
@@ -10,6 +12,7 @@ __all__ = [
     "AnnotationError",
     "Finding",
     "MeshSpec",
+    "Observation",
     "Plan",
     "PlanMismatchError",
     "Unit",
@@ -18,6 +21,7 @@ __all__ = [
     "fsdp_ignore",
     "fsdp_off",
     "fsdp_unit",
+    "observe",
     "plan_annotated",
     "plan_of",
     "shard_annotated",
