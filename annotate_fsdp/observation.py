@@ -244,8 +244,8 @@ def notes_on(seen: Sequence[Seen], backward: bool) -> Iterator[str]:
                     rounded.setdefault((raw, final), []).append(one.name)
     for (raw, final), names in rounded.items():
         yield (
-            f"returned {dtype_name(raw)} and rounded to {dtype_name(final)} at the unit's boundary: "
-            f"{_some(names)}; write output_dtype={raw} where that is not meant"
+            f"{_some(names)}: returned {dtype_name(raw)} and {'was' if len(names) == 1 else 'were'} rounded "
+            f"to {dtype_name(final)} at the unit's boundary; write output_dtype={raw} where that is not meant"
         )
     for outer, inner in _handed_on(seen):
         if inner.planned is not None and not inner.planned.policy.cast_forward_inputs:
@@ -387,7 +387,7 @@ _COLUMNS = (
     ("again", 5),
     ("params", 7),
     ("inputs", 9),
-    ("returned", 8),
+    ("returned", 11),
 )
 
 

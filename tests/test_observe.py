@@ -1,4 +1,4 @@
-"""What a real step did, held against the plan: that it agrees when it should, and says no when it should not."""
+"""What a real step did, held against the plan: it agrees when it should, and says no when it should not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
@@ -122,20 +122,13 @@ def observe_step(model: nn.Module, plan: Any = None, run: Callable[[nn.Module], 
 
 
 def hooks_of(model: nn.Module) -> list[Any]:
-    return [
-        (
-            list(m._forward_hooks),
-            list(m._forward_pre_hooks),
-            list(m._backward_hooks),
-            [
-                name
-                for state in [getattr(m, "_get_fsdp_state", lambda: None)()]
-                if state
-                for name in vars(state)
-            ],
-        )
-        for m in model.modules()
-    ]
+    """Everything a watcher could have left on a module or on its FSDP state."""
+    found: list[Any] = []
+    for module in model.modules():
+        found += [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks]
+        if isinstance(module, FSDPModule):
+            found += list(vars(module._get_fsdp_state()))
+    return found
 
 
 def report(observation: Observation) -> dict[str, Any]:
@@ -198,15 +191,16 @@ def test_the_report_reads_as_a_table(ranks: Any) -> None:
             "Model, one step observed: agrees with the plan",
             "",
             "collectives: 9 all-gather (plan: 9), 5 reduce-scatter (plan: 5), 0 all-reduce (plan: 0)",
-            "unit                               n    class            calls again params  inputs    returned",
-            "---------------------------------- ---- ---------------- ----- ----- ------- --------- --------",
-            "blocks.*.norm                      2    LayerNorm        1     0     fp32    fp32      fp32>bf…",
-            "blocks.*                           2    Block            1     0     bf16    bf16      bf16",
-            "(root)                             1    Model            1     0     bf16    -         bf16",
+            f"{'unit':34} n    {'class':16} calls again params  inputs    returned",
+            " ".join("-" * width for width in (34, 4, 16, 5, 5, 7, 9, 11)),
+            f"{'blocks.*.norm':34} 2    LayerNorm        1     0     fp32    fp32      fp32>bf16",
+            f"{'blocks.*':34} 2    Block            1     0     bf16    bf16      bf16",
+            f"{'(root)':34} 1    Model            1     0     bf16    -         bf16",
             "",
             "notes",
-            "  - returned fp32 and rounded to bf16 at the unit's boundary: blocks.0.norm, blocks.1.norm; write",
-            "    output_dtype=torch.float32 where that is not meant",
+            "  - blocks.0.norm, blocks.1.norm: returned fp32 and were rounded to bf16 at the unit's "
+            "boundary;",
+            "    write output_dtype=torch.float32 where that is not meant",
         ]
     )
 
@@ -250,6 +244,14 @@ def fault(kind: str) -> dict[str, Any]:
     return report(observe_step(model, plan, run))
 
 
+STATE = "in the plan (here) and in FSDP2's state (there)"
+ISLAND = (
+    "MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)"
+)
+INPUT = f"the plan casts its inputs to fp32, but forward saw bf16. Shard it with {ISLAND}"
+OUTPUT = f"the plan casts its output to bf16, but it returned fp32. Shard it with {ISLAND}"
+
+
 @pytest.mark.parametrize(
     ("kind", "path", "expected"),
     [
@@ -257,69 +259,52 @@ def fault(kind: str) -> dict[str, Any]:
             "dtype",
             "blocks.1.norm",
             [
-                "blocks.1.norm: in the plan (here) and in FSDP2's state (there), param_dtype is fp32 here, bf16 "
-                "there. Shard it with MixedPrecisionPolicy(param_dtype=torch.float32, "
-                "reduce_dtype=torch.float32, output_dtype=torch.bfloat16), as shard_annotated does",
-                "blocks.1.norm: the plan computes in fp32, but inside forward blocks.1.norm.weight, "
-                "blocks.1.norm.bias were bf16. Shard it with MixedPrecisionPolicy(param_dtype=torch.float32, "
-                "reduce_dtype=torch.float32, output_dtype=torch.bfloat16)",
-                "blocks.1.norm: the plan casts its inputs to fp32, but forward saw bf16. Shard it with "
-                "MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, "
-                "output_dtype=torch.bfloat16)",
+                f"{STATE}, param_dtype is fp32 here, bf16 there. Shard it with {ISLAND}, "
+                "as shard_annotated does",
+                "the plan computes in fp32, but inside forward blocks.1.norm.weight, blocks.1.norm.bias were "
+                f"bf16. Shard it with {ISLAND}",
+                INPUT,
             ],
         ),
         (
             "cast",
             "blocks.1.norm",
             [
-                "blocks.1.norm: in the plan (here) and in FSDP2's state (there), output_dtype is bf16 here, None "
-                "there. Shard it with MixedPrecisionPolicy(param_dtype=torch.float32, "
-                "reduce_dtype=torch.float32, output_dtype=torch.bfloat16), as shard_annotated does",
-                "blocks.1.norm: the plan casts its output to bf16, but it returned fp32. Shard it with "
-                "MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, "
-                "output_dtype=torch.bfloat16)",
+                f"{STATE}, output_dtype is bf16 here, None there. Shard it with {ISLAND}, "
+                "as shard_annotated does",
+                OUTPUT,
             ],
         ),
         (
             "missing",
             "blocks.1.norm",
             [
-                "blocks.1.norm: the plan makes a unit of LayerNorm (MixedPrecisionPolicy("
-                "param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)), but "
-                "FSDP2 has none here, and inside forward its parameters were bf16. Shard it with "
-                "shard_annotated, or by fully_shard before its parent"
+                f"the plan makes a unit of LayerNorm ({ISLAND}), but FSDP2 has none here, and inside "
+                "forward its parameters were bf16. Shard it with shard_annotated, or by fully_shard before its parent"
             ],
         ),
         (
             "extra",
             "blocks.1.linear",
             [
-                "blocks.1.linear: the plan has no unit here, but FSDP2 made one of Linear. Mark it with "
-                "fsdp_unit, or do not shard it by hand"
+                "the plan has no unit here, but FSDP2 made one of Linear. Mark it with fsdp_unit, or do not "
+                "shard it by hand"
             ],
         ),
         (
             "group",
             "blocks.1.norm",
             [
-                "blocks.1.norm: the plan makes one unit of it, but FSDP2 has [blocks.1.norm, blocks.1.linear]. "
-                "Shard it with shard_annotated, or pass these modules to fully_shard in one list"
+                "the plan makes one unit of it, but FSDP2 has [blocks.1.norm, blocks.1.linear]. Shard it "
+                "with shard_annotated, or pass these modules to fully_shard in one list"
             ],
         ),
-        (
-            "input",
-            "blocks.1.norm",
-            [
-                "blocks.1.norm: the plan casts its inputs to fp32, but forward saw bf16. Shard it with "
-                "MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, "
-                "output_dtype=torch.bfloat16)"
-            ],
-        ),
+        ("input", "blocks.1.norm", [INPUT]),
         (
             "root",
             "(root)",
             [
-                "(root): the plan makes a unit of Model (MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "the plan makes a unit of Model (MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                 "reduce_dtype=torch.float32)), but FSDP2 has none here. Shard it with shard_annotated, or by "
                 "fully_shard before its parent"
             ],
@@ -329,8 +314,8 @@ def fault(kind: str) -> dict[str, Any]:
 def test_a_planted_fault_is_named_by_path(ranks: Any, kind: str, path: str, expected: list[str]) -> None:
     for result in ranks.run(fault, kind):
         assert not result["agrees"]
-        assert set(expected) <= set(result["disagreements"]), result["disagreements"]
-        assert any(line.startswith(path) for line in result["disagreements"])
+        found = result["disagreements"]
+        assert {f"{path}: {sentence}" for sentence in expected} <= set(found), found
         assert "DISAGREES with the plan" in result["text"]
 
 
@@ -351,8 +336,8 @@ def lost_cast(norm: Callable[[int], nn.Module]) -> list[Any]:
 def test_a_block_whose_output_an_inner_unit_changed_is_named(ranks: Any) -> None:
     for disagreements, _ in ranks.run(lost_cast, cast_lost_by_mark):
         assert disagreements == (
-            "blocks.0: the plan computes in bf16, but it returned fp32 because blocks.0.norm inside it returned "
-            "fp32. Write output_dtype=torch.bfloat16 on it",
+            "blocks.0: the plan computes in bf16, but it returned fp32 because blocks.0.norm inside it "
+            "returned fp32. Write output_dtype=torch.bfloat16 on it",
         )
 
 
@@ -368,11 +353,7 @@ def crash() -> tuple[str, Any]:
 def test_a_step_that_crashed_is_explained(ranks: Any) -> None:
     for error, disagreements in ranks.run(crash):
         assert "must have the same dtype" in error
-        assert (
-            "blocks.0.norm: the plan casts its output to bf16, but it returned fp32. Shard it with "
-            "MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, "
-            "output_dtype=torch.bfloat16)"
-        ) in disagreements
+        assert f"blocks.0.norm: {OUTPUT}" in disagreements
 
 
 def unsharded() -> str:
@@ -503,8 +484,8 @@ def test_a_registered_forward_method_is_an_entry_too(ranks: Any) -> None:
 def test_a_wrong_dtype_inside_a_forward_method_is_named(ranks: Any) -> None:
     for _, _, disagreements in ranks.run(encode, True):
         assert (
-            "(root): the plan computes in bf16, but inside forward embed.weight, head.weight, head.bias were fp32. "
-            "Shard it with MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+            "(root): the plan computes in bf16, but inside forward embed.weight, head.weight, head.bias were "
+            "fp32. Shard it with MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         ) in disagreements
 
 
