@@ -280,7 +280,8 @@ OUTPUT = f"the plan casts its output to bf16, but it returned fp32. Shard it wit
             "blocks.1.norm",
             [
                 f"the plan makes a unit of LayerNorm ({ISLAND}), but FSDP2 has none here, and inside "
-                "forward its parameters were bf16. Shard it with shard_annotated, or by fully_shard before its parent"
+                "forward its parameters were bf16. Shard it with shard_annotated, or by fully_shard before "
+                "its parent"
             ],
         ),
         (
