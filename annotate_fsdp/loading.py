@@ -1,4 +1,4 @@
-"""A model's tensors by identity, and a state dict held against them and copied into them."""
+"""A state dict held against a model's tensors, and copied into them."""
 
 from __future__ import annotations
 
@@ -11,99 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from annotate_fsdp.collect import WRAPPER_CHILDREN, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.plan import dtype_name
+from annotate_fsdp.slots import Slot, bits, plain_name
 
 EXTRA_STATE = "_extra_state"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter or buffer, by identity.
-
-    - names: its FQNs, wrapper names left out; several if it is tied or lies in a shared module.
-    - holders: (module, attribute) for each place that holds it.
-    - is_parameter: else it is a buffer.
-    - is_persistent: whether a state dict holds it.
-    """
-
-    names: list[str]
-    holders: list[tuple[nn.Module, str]]
-    is_parameter: bool
-    is_persistent: bool
-
-    @property
-    def path(self) -> str:
-        """Its first FQN."""
-        return self.names[0]
-
-    @property
-    def kind(self) -> str:
-        """What to call it in a message."""
-        if self.is_parameter:
-            return "parameter"
-        return "buffer" if self.is_persistent else "non-persistent buffer"
-
-    @property
-    def owner(self) -> str:
-        """Name of the class that holds it."""
-        return original_class(self.holders[0][0]).__name__
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor that its first holder holds now."""
-        return next(iter(self.tensors))
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What its holders hold now: one tensor, unless somebody replaced it in one of them."""
-        held = [
-            (module._parameters if self.is_parameter else module._buffers).get(n)
-            for module, n in self.holders
-        ]
-        return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
-
-
-def find_slots(model: nn.Module) -> list[Slot]:
-    """Return every parameter and buffer of `model` once, in registration order."""
-    slots: dict[int, Slot] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, tensor, is_parameter in _own_tensors(module):
-            name = plain_name(f"{prefix}.{attribute}" if prefix else attribute)
-            persistent = is_parameter or attribute not in module._non_persistent_buffers_set
-            slot = slots.setdefault(id(tensor), Slot([], [], is_parameter, False))
-            slot.names += [name] if name not in slot.names else []
-            slot.is_persistent |= persistent
-            if (module, attribute) not in slot.holders:
-                slot.holders.append((module, attribute))
-    return list(slots.values())
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter, True
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, buffer, False
-
-
-def plain_name(name: str) -> str:
-    """Return an FQN without the names that wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_CHILDREN)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor, on this rank, as integers that share its memory."""
-    local = tensor.detach()
-    if isinstance(local, DTensor):
-        with torch.no_grad():
-            local = local.to_local()
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    return local.view(_BITS[local.itemsize])
 
 
 @dataclass(frozen=True)

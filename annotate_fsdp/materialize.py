@@ -18,7 +18,8 @@ from annotate_fsdp.agree import gather_findings
 from annotate_fsdp.collect import Node, Tree, collect_tree
 from annotate_fsdp.errors import Finding, MaterializeError
 from annotate_fsdp.introspect import has_lazy_init, read_units
-from annotate_fsdp.loading import Slot, bits, find_slots, load, match_state_dict
+from annotate_fsdp.loading import load, match_state_dict
+from annotate_fsdp.slots import Slot, bits, find_slots, move, put_in_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -178,56 +179,9 @@ def _move_to_memory(tree: Tree, slots: Sequence[Slot], fresh: Sequence[Slot], pl
         tensor = slot.tensor
         if id(slot) in is_fresh:
             device = torch.device("cpu") if slot.path in offloaded else place
-            _swap(tensor, _empty_like(tensor, device))
-            bits(tensor).fill_(_unwritten_mark(tensor.dtype))
-        elif not isinstance(tensor, DTensor) and tensor.device != place:
-            _swap(tensor, tensor.detach().to(place))
-
-
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return torch.empty_like(tensor, device=device)
-    with torch.no_grad():
-        local = torch.empty_like(tensor.to_local(), device=device)
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-
-
-def _swap(tensor: torch.Tensor, real: torch.Tensor) -> None:
-    """Make `tensor` what `real` is, the same object for all that refer to it: ties, FSDP2, optimizers."""
-    if isinstance(tensor, nn.Parameter):
-        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-        if getattr(tensor, "_has_grad_dtype_override", False):  # torch >= 2.15
-            real.grad_dtype = tensor.grad_dtype
-    for name, value in vars(tensor).items():
-        vars(real).setdefault(name, value)
-    if tensor.is_leaf and tensor.grad is not None:
-        tensor.grad = None
-    torch.utils.swap_tensors(tensor, real)
-
-
-def _unwritten_mark(dtype: torch.dtype) -> int:
-    """The integer whose bits say "unwritten": a NaN that no computation returns, or an unlikely number."""
-    pattern = b"\xff" if dtype.is_floating_point or dtype.is_complex else b"\xa5"
-    size = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
-    return int.from_bytes(pattern * size, "little", signed=size > 1)
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether any float, or all of the integers or bools, of this rank's part were never written."""
-    if tensor.is_meta:
-        return True
-    marked = bits(tensor) == _unwritten_mark(tensor.dtype)
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(marked.any())
-    return marked.numel() > 0 and bool(marked.all())
+            put_in_memory(tensor, device)
+        elif not isinstance(tensor, DTensor):
+            move(tensor, place)
 
 
 # -- values ----------------------------------------------------------------------------------------
@@ -252,13 +206,13 @@ def _reset_parameters(tree: Tree, fresh: Sequence[Slot]) -> None:
 
 
 def _reset_buffers(tree: Tree, fresh: Sequence[Slot]) -> None:
-    unwritten = [slot for slot in fresh if not slot.is_parameter and _has_unwritten(slot)]
+    unwritten = [slot for slot in fresh if not slot.is_parameter and slot.is_unwritten]
     for node in _nodes_around(tree, unwritten):
         reset = getattr(node.inner, "reset_buffers", None)
         if callable(reset):
             buffers = [slot for slot in find_slots(node.inner) if not slot.is_parameter]
-            if any(map(_has_unwritten, buffers)):
-                with _keeping([slot for slot in buffers if not _has_unwritten(slot)]):
+            if any(slot.is_unwritten for slot in buffers):
+                with _keeping([slot for slot in buffers if not slot.is_unwritten]):
                     reset()
 
 
@@ -324,14 +278,10 @@ def _copy_to_replicas(fresh: Sequence[Slot]) -> None:
 # -- what is left ----------------------------------------------------------------------------------
 
 
-def _has_unwritten(slot: Slot) -> bool:
-    return any(map(_is_unwritten, slot.tensors))
-
-
 def _check_written(tree: Tree, fresh: Sequence[Slot]) -> Iterator[Finding]:
     """AF602, AF603, AF611: everything must have been written by somebody."""
     for slot in fresh:
-        if not _has_unwritten(slot):
+        if not slot.is_unwritten:
             continue
         method = "reset_parameters" if slot.is_parameter else "reset_buffers"
         has_method = callable(getattr(slot.holders[0][0], method, None))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.introspect import applied_plan, fsdp_state, plan_of, shards_of, watch_entries
-from annotate_fsdp.observation import Observation, Seen, Verdict, compare_with_plan, notes_on, summarize
+from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Plan, Unit
-
-KINDS = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
+from annotate_fsdp.probes import COLLECTIVES, CountCollectives, float_dtypes, in_backward, tensors_in
+from annotate_fsdp.verdict import Seen, compare_with_plan, notes_on, summarize
 
 
 @contextlib.contextmanager
@@ -31,8 +29,8 @@ def observe(model: nn.Module, plan: Plan | None = None) -> Iterator[Observation]
 
     Args:
         model: sharded by `shard_annotated` or by hand.
-        plan: what to compare with; by default the plan that `shard_annotated` applied, else FSDP2's own
-            state, which can differ from what forward sees only.
+        plan: what to compare with; by default the plan that `shard_annotated` applied, else the one read
+            back from FSDP2, which only what forward sees can contradict.
 
     Raises:
         AnnotationError: nothing in `model` is sharded.
@@ -63,7 +61,7 @@ class _Recorder:
         self.plan = plan if plan is not None else _applied_plan(self.tree.root) or self.actual
         self.is_started = self.is_finished = self.has_backward = False
         self.root_calls = 0
-        self.counts = dict.fromkeys(KINDS.values(), 0)
+        self.counts = dict.fromkeys(COLLECTIVES.values(), 0)
         self.tensor_hooks: list[Any] = []
         self.nodes = {node.path: node for node in self.tree.nodes}
         self.seen = list(self._modules_to_watch())
@@ -89,7 +87,7 @@ class _Recorder:
                 held = [holder for path in dict.fromkeys(members) for holder in holders.get(path, ())]
                 self._watch(self.nodes[seen.path], seen, held, stack)
         self._watch_root(_hooked_module(self.tree.root), stack)
-        stack.enter_context(_CountCollectives(self._count))
+        stack.enter_context(CountCollectives(self._count))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -118,7 +116,7 @@ class _Recorder:
                 self._await_backward(output)
 
         def recomputing(mod: nn.Module, args: object) -> None:
-            if self._is_recording() and _in_backward():
+            if self._is_recording() and in_backward():
                 seen.recomputes += 1
 
         # FSDP2's pre-hook comes first and its hook last among those that were there at sharding: what is
@@ -140,7 +138,7 @@ class _Recorder:
 
     def _watch_root(self, root: nn.Module, stack: contextlib.ExitStack) -> None:
         def entering(mod: nn.Module, args: object) -> None:
-            if not self._is_recording(started=False) or _in_backward():
+            if not self._is_recording(started=False) or in_backward():
                 return
             if self.root_calls:
                 self.finish()
@@ -159,7 +157,7 @@ class _Recorder:
         return not self.is_finished and (self.is_started or not started)
 
     def _note_call(self, seen: Seen, held: list[_Holder], args: object, kwargs: object) -> None:
-        if _in_backward():
+        if in_backward():
             seen.recomputes += 1
         else:
             seen.calls += 1
@@ -217,59 +215,6 @@ class _Recorder:
             planned_collectives=self.plan.collectives(),
             backward=self.has_backward,
         )
-
-
-class _CountCollectives(TorchDispatchMode):
-    """Count collectives by kind.
-
-    `CommDebugMode` counts the same, but its module tracker makes views of all module outputs, which breaks
-    models that write into them.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, count: Callable[[str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.count = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # a DTensor turns it into collectives and plain operations, seen next
-        if isinstance(func, torch._ops.OpOverload):
-            namespace, _, name = func._schema.name.partition("::")
-            if "c10d" in namespace:
-                short = name.replace("_", "")
-                for start, kind in KINDS.items():
-                    if short.startswith(start):
-                        self.count(kind)
-        return func(*args, **(kwargs or {}))
-
-
-def float_dtypes(value: object) -> Iterator[torch.dtype]:
-    """Yield the dtypes of the floating tensors in nested containers."""
-    return (tensor.dtype for tensor in tensors_in(value) if tensor.is_floating_point())
-
-
-def tensors_in(value: object, seen: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists, tuples, sets and dataclasses: where FSDP2 casts them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if id(value) in seen:  # a container that holds itself
-        return
-    inside: Any = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, list | tuple | set):
-        inside = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, item.name) for item in fields(value)]
-    for item in inside:
-        yield from tensors_in(item, seen | {id(value)})
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _applied_plan(root: Node) -> Plan | None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from annotate_fsdp import AnnotationError, fsdp_unit, materialize, shard_annotated
 
@@ -258,6 +258,41 @@ def offloaded() -> None:
 
 def test_offloaded_units_load_too(ranks: Any) -> None:
     ranks.run(offloaded)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = fsdp_unit(nn.Linear(12, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def tensor_parallel() -> None:
+    """FSDP's shards of tensor-parallel shards are strided."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    state = Wide().state_dict()
+    for given in (state, None):
+        with torch.device("meta"):
+            model = Wide()
+        for linear, dim in ((model.up, 0), (model.down, 1)):
+            weight = distribute_tensor(linear.weight, mesh["tp"], [Shard(dim)], src_data_rank=None)
+            linear.weight = nn.Parameter(weight)
+        materialize(shard_annotated(model, mesh["dp"]), "cpu", state_dict=given)
+        for name, parameter in model.named_parameters():
+            value = parameter.full_tensor()
+            if given is not None:
+                assert torch.equal(value, state[name])
+            elif value.ndim == 2:
+                assert len(value.unique(dim=0)) == value.shape[0], "ranks drew the same numbers"
+                assert len(value.unique(dim=1)[0]) == value.shape[1]
+
+
+def test_tensor_parallel_parameters(ranks: Any) -> None:
+    ranks.run(tensor_parallel, world=4)
 
 
 def twice() -> None:

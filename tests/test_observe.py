@@ -27,7 +27,7 @@ from annotate_fsdp import (
     plan_annotated,
     shard_annotated,
 )
-from annotate_fsdp.observe import tensors_in
+from annotate_fsdp.probes import tensors_in
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -184,6 +184,18 @@ def test_a_marked_model_agrees_with_its_plan(ranks: Any, norm: Any, wrapped: boo
         assert bool(rounded) == (norm is default_island)
 
 
+def replicated() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return report(observe_step(shard_annotated(Model(default_island), mesh, mp_policy=BF16)))
+
+
+def test_replicas_agree_and_their_all_reduces_are_counted(ranks: Any) -> None:
+    for result in ranks.run(replicated, world=4):
+        assert result["agrees"], result["disagreements"]
+        assert result["collectives"] == {"all_gather": 9, "reduce_scatter": 5, "all_reduce": 5}
+        assert result["collectives"] == result["planned_collectives"]
+
+
 def test_the_report_reads_as_a_table(ranks: Any) -> None:
     (result, _, _), _ = ranks.run(agree, default_island, False)
     assert result["text"] == "\n".join(
@@ -191,11 +203,11 @@ def test_the_report_reads_as_a_table(ranks: Any) -> None:
             "Model, one step observed: agrees with the plan",
             "",
             "collectives: 9 all-gather (plan: 9), 5 reduce-scatter (plan: 5), 0 all-reduce (plan: 0)",
-            f"{'unit':34} n    {'class':16} calls again params  inputs    returned",
-            " ".join("-" * width for width in (34, 4, 16, 5, 5, 7, 9, 11)),
-            f"{'blocks.*.norm':34} 2    LayerNorm        1     0     fp32    fp32      fp32>bf16",
-            f"{'blocks.*':34} 2    Block            1     0     bf16    bf16      bf16",
-            f"{'(root)':34} 1    Model            1     0     bf16    -         bf16",
+            f"{'unit':40} n   class          calls again params inputs    returned",
+            " ".join("-" * width for width in (40, 3, 14, 5, 5, 6, 9, 9)),
+            f"{'blocks.*.norm':40} 2   LayerNorm      1     0     fp32   fp32      fp32>bf16",
+            f"{'blocks.*':40} 2   Block          1     0     bf16   bf16      bf16",
+            f"{'(root)':40} 1   Model          1     0     bf16   -         bf16",
             "",
             "notes",
             "  - blocks.0.norm, blocks.1.norm: returned fp32 and were rounded to bf16 at the unit's "
