@@ -4,6 +4,9 @@ from annotate_fsdp.audit import AuditReport, audit
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
+from annotate_fsdp.materialize import materialize
+from annotate_fsdp.observation import Observation
+from annotate_fsdp.observe import observe
 from annotate_fsdp.plan import MeshSpec, Plan, Unit
 from annotate_fsdp.shard import plan_annotated, shard_annotated
 
@@ -12,6 +15,7 @@ __all__ = [
     "AuditReport",
     "Finding",
     "MeshSpec",
+    "Observation",
     "Plan",
     "PlanMismatchError",
     "Unit",
@@ -21,6 +25,8 @@ __all__ = [
     "fsdp_ignore",
     "fsdp_off",
     "fsdp_unit",
+    "materialize",
+    "observe",
     "plan_annotated",
     "plan_of",
     "shard_annotated",

@@ -50,6 +50,12 @@ def check_agreement(mesh: DeviceMesh, plan: Plan | None, findings: Sequence[Find
         raise PlanMismatchError([_first_difference(ranks, plans[ranks[0]], plans[ranks[1]])])
 
 
+def gather_findings(mesh: DeviceMesh, findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of all ranks of `mesh`, the same list on every rank; every rank must call it."""
+    statuses = gather_objects(mesh, RankStatus(dist.get_rank(), tuple(findings), ""))
+    return _merged_findings(sorted(statuses, key=lambda status: status.rank))
+
+
 def gather_objects(mesh: DeviceMesh, value: Any) -> list[Any]:
     """Return the `value` of every rank of `mesh`; only this rank's on torch's fake process group."""
     values = [value]

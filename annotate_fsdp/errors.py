@@ -39,10 +39,12 @@ class AnnotationError(ValueError):
     `findings` holds every finding of severity `"error"`, not only the first.
     """
 
+    outcome = "nothing was sharded"
+
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings: tuple[Finding, ...] = tuple(findings)
         count = len(self.findings)
-        head = f"{count} finding{'' if count == 1 else 's'}; nothing was sharded"
+        head = f"{count} finding{'' if count == 1 else 's'}; {self.outcome}"
         super().__init__("\n".join([head, *(f"  {finding}" for finding in self.findings)]))
 
     def __reduce__(self) -> tuple[type[AnnotationError], tuple[tuple[Finding, ...]]]:
@@ -51,3 +53,9 @@ class AnnotationError(ValueError):
 
 class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
+
+
+class MaterializeError(AnnotationError):
+    """A model on `meta` could not be made real as asked; do not train it."""
+
+    outcome = "the model is not ready for use"

@@ -111,21 +111,28 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMe
 
 def watch_entries(
     module: nn.Module,
+    entering: Callable[[nn.Module], None],
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
     after: Callable[[nn.Module, Any, Any], None],
 ) -> Callable[[], None]:
-    """Call `before` and `after` around each forward method registered on a sharded module.
+    """Watch the forward methods registered on a sharded module; a plain forward runs through its hooks.
 
-    `before` sees the inputs as FSDP2 casts them, `after` the raw and the cast output. A plain forward
-    runs through module hooks, which look the functions up once and are not affected.
+    - entering: called before FSDP2 gathers anything.
+    - before: gets the inputs as FSDP2 casts them, with the parameters gathered.
+    - after: gets the raw and the cast output.
 
     Returns:
         A function that undoes it.
     """
+    # Registered methods look these two up on the state at each call. Module hooks hold the bound methods
+    # that were there when the module was sharded, so that a plain forward is not seen twice.
     state = fsdp_state(module)
+    names = ("_pre_forward", "_post_forward")
+    shadowed = {name: vars(state)[name] for name in names if name in vars(state)}
     pre, post = state._pre_forward, state._post_forward
 
     def pre_forward(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entering(mod)
         args, kwargs = pre(mod, args, kwargs)
         before(mod, args, kwargs)
         return args, kwargs
@@ -138,9 +145,17 @@ def watch_entries(
     state._pre_forward, state._post_forward = pre_forward, post_forward
 
     def undo() -> None:
-        del state._pre_forward, state._post_forward
+        for name in names:
+            vars(state).pop(name, None)
+        vars(state).update(shadowed)
 
     return undo
+
+
+def shards_of(module: nn.Module) -> frozenset[int]:
+    """Return the ids of the tensors that are a sharded module's parameters while it is not gathered."""
+    groups = fsdp_state(module)._fsdp_param_groups
+    return frozenset(id(fsdp_param.sharded_param) for group in groups for fsdp_param in group.fsdp_params)
 
 
 def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Unit:

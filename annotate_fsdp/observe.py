@@ -1,0 +1,273 @@
+"""Record what a real step does: dtypes inside every unit's forward, calls, collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
+from annotate_fsdp.introspect import applied_plan, fsdp_state, plan_of, shards_of, watch_entries
+from annotate_fsdp.observation import Observation, Verdict
+from annotate_fsdp.plan import Plan, Unit
+from annotate_fsdp.probes import COLLECTIVES, CountCollectives, float_dtypes, in_backward, tensors_in
+from annotate_fsdp.verdict import Seen, compare_with_plan, notes_on, summarize
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module, plan: Plan | None = None) -> Iterator[Observation]:
+    """Record the first forward and backward of `model` that run inside, and hold them against a plan.
+
+    Recording ends when the backward through the model's output is complete, or when a second forward of
+    the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled inside, so
+    that what happens between their operations can be seen. Nothing is left on the model afterwards.
+
+    Args:
+        model: sharded by `shard_annotated` or by hand.
+        plan: what to compare with; by default the plan that `shard_annotated` applied, else the one read
+            back from FSDP2, which only what forward sees can contradict.
+
+    Raises:
+        AnnotationError: nothing in `model` is sharded.
+    """
+    recorder = _Recorder(model, plan)
+    with contextlib.ExitStack() as stack:
+        observation = Observation(recorder.tree.root.class_name, recorder.judge)
+        stack.callback(observation.close)
+        recorder.install(stack)
+        yield observation
+
+
+@dataclass(eq=False)
+class _Holder:
+    """Where a parameter is found inside forward: FSDP2 puts the gathered one in the shard's place."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+class _Recorder:
+    """The hooks of one `observe` block, and what they have seen so far."""
+
+    def __init__(self, model: nn.Module, plan: Plan | None) -> None:
+        self.tree = collect_tree(model)
+        self.actual = plan_of(model)
+        self.plan = plan if plan is not None else _applied_plan(self.tree.root) or self.actual
+        self.is_started = self.is_finished = self.has_backward = False
+        self.root_calls = 0
+        self.counts = dict.fromkeys(COLLECTIVES.values(), 0)
+        self.tensor_hooks: list[Any] = []
+        self.nodes = {node.path: node for node in self.tree.nodes}
+        self.seen = list(self._modules_to_watch())
+        self.shards = [module for node in self.tree.nodes if (module := _sharded_module(node)) is not None]
+
+    def _modules_to_watch(self) -> Iterator[Seen]:
+        """Yield every module that is a unit, in the plan or in FSDP2's state, in application order."""
+        planned = {path: unit for unit in self.plan.units for path in unit.paths}
+        actual = {path: unit for unit in self.actual.units for path in unit.paths}
+        for path in {**planned, **actual}:
+            class_name = self.nodes[path].class_name if path in self.nodes else "a module that is not there"
+            yield Seen(path, class_name, planned.get(path), actual.get(path))
+
+    # -- hooks -------------------------------------------------------------------------------------
+
+    def install(self, stack: contextlib.ExitStack) -> None:
+        """Put the hooks in place; `stack` takes them away again."""
+        stack.callback(self._remove_tensor_hooks)
+        holders = _find_holders(self.tree)
+        for seen in self.seen:
+            if seen.path in self.nodes:
+                members = [path for unit in (seen.planned, seen.actual) if unit for path in unit.members]
+                held = [holder for path in dict.fromkeys(members) for holder in holders.get(path, ())]
+                self._watch(self.nodes[seen.path], seen, held, stack)
+        self._watch_root(_hooked_module(self.tree.root), stack)
+        stack.enter_context(CountCollectives(self._count))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _watch(self, node: Node, seen: Seen, held: list[_Holder], stack: contextlib.ExitStack) -> None:
+        module = _hooked_module(node)
+
+        def entering(mod: nn.Module, *_: object) -> None:
+            self.is_started = True
+
+        def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._is_recording():
+                self._note_call(seen, held, args, kwargs)
+
+        def returned(mod: nn.Module, args: object, output: object) -> None:
+            if self._is_recording():
+                seen.raw_outputs.update(dict.fromkeys(float_dtypes(output)))
+
+        def after(mod: nn.Module, args: object, output: object) -> None:
+            if self._is_recording():
+                seen.outputs.update(dict.fromkeys(float_dtypes(output)))
+
+        def after_method(mod: nn.Module, raw: object, output: object) -> None:
+            returned(mod, None, raw)
+            after(mod, None, output)
+            if node.index == 0:
+                self._await_backward(output)
+
+        def recomputing(mod: nn.Module, args: object) -> None:
+            if self._is_recording() and in_backward():
+                seen.recomputes += 1
+
+        # FSDP2's pre-hook comes first and its hook last among those that were there at sharding: what is
+        # registered now runs after the cast of inputs, and before or after the cast of outputs.
+        handles = [
+            module.register_forward_pre_hook(entering, prepend=True),
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(returned, prepend=True),
+            module.register_forward_hook(after),
+        ]
+        if node.inner is not module:  # recomputation calls what a checkpoint wrapper wraps, not itself
+            handles.append(node.inner.register_forward_pre_hook(recomputing))
+        for handle in handles:
+            stack.callback(handle.remove)
+        # Modules that share a unit share its state; each entry says which module it is about.
+        if fsdp_state(module) is not None:
+            only = _only_for(module)
+            stack.callback(watch_entries(module, only(entering), only(before), only(after_method)))
+
+    def _watch_root(self, root: nn.Module, stack: contextlib.ExitStack) -> None:
+        def entering(mod: nn.Module, args: object) -> None:
+            if not self._is_recording(started=False) or in_backward():
+                return
+            if self.root_calls:
+                self.finish()
+            self.root_calls += 1
+
+        def after(mod: nn.Module, args: object, output: object) -> None:
+            if self._is_recording():
+                self._await_backward(output)
+
+        stack.callback(root.register_forward_pre_hook(entering, prepend=True).remove)
+        stack.callback(root.register_forward_hook(after).remove)
+
+    # -- what they note ----------------------------------------------------------------------------
+
+    def _is_recording(self, started: bool = True) -> bool:
+        return not self.is_finished and (self.is_started or not started)
+
+    def _note_call(self, seen: Seen, held: list[_Holder], args: object, kwargs: object) -> None:
+        if in_backward():
+            seen.recomputes += 1
+        else:
+            seen.calls += 1
+        seen.inputs.update(dict.fromkeys(float_dtypes((args, kwargs))))
+        owner = _sharded_module(self.nodes[seen.path])
+        shards = shards_of(owner) if owner is not None else frozenset().union(*map(shards_of, self.shards))
+        for holder in held:
+            parameter = holder.module._parameters.get(holder.name)
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            if id(parameter) in shards:
+                seen.sharded[holder.path] = None
+            else:
+                seen.parameters.setdefault(holder.path, {})[parameter.dtype] = None
+
+    def _count(self, kind: str) -> None:
+        if self._is_recording():
+            self.counts[kind] += 1
+
+    def _await_backward(self, output: object) -> None:
+        """Finish when the backward that reaches the model's output is complete."""
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def reached(gradient: torch.Tensor) -> None:
+            if not self.has_backward and self._is_recording():
+                self.has_backward = True
+                # FSDP2 reduces its last gradients in a callback of its own, which may be queued after
+                # this one: a callback that is queued by a callback comes after it.
+                queue(lambda: queue(self.finish))
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                self.tensor_hooks.append(tensor.register_hook(reached))
+
+    def finish(self) -> None:
+        """Record no more."""
+        self.is_finished = True
+
+    def _remove_tensor_hooks(self) -> None:
+        for hook in self.tensor_hooks:
+            hook.remove()
+        self.tensor_hooks.clear()
+
+    def judge(self) -> Verdict:
+        """Compare what was seen so far with the plan."""
+        units = _watched_units(self.plan, self.actual)
+        notes = list(notes_on(self.seen, self.has_backward))
+        if any(map(_is_compiled, self.tree.nodes)):
+            notes.append("compiled modules ran uncompiled while they were observed")
+        return Verdict(
+            units=tuple(summarize(self.seen, units)),
+            disagreements=tuple(compare_with_plan(self.plan, self.actual, self.seen)),
+            notes=tuple(notes),
+            collectives=dict(self.counts),
+            planned_collectives=self.plan.collectives(),
+            backward=self.has_backward,
+        )
+
+
+def _applied_plan(root: Node) -> Plan | None:
+    plans = (applied_plan(module) for module in wrapper_chain(root.module))
+    return next((plan for plan in plans if plan is not None), None)
+
+
+def _sharded_module(node: Node) -> nn.Module | None:
+    """The module of a wrapper chain that FSDP2 was applied to."""
+    return next((m for m in wrapper_chain(node.module) if fsdp_state(m) is not None), None)
+
+
+def _hooked_module(node: Node) -> nn.Module:
+    sharded = _sharded_module(node)
+    return sharded if sharded is not None else node.module
+
+
+def _find_holders(tree: Tree) -> dict[str, list[_Holder]]:
+    """Return where each parameter of the model is held, by its first FQN."""
+    return {
+        held.path: [
+            _Holder(held.path, owner, name)
+            for index in held.owners
+            for owner in [tree.nodes[index].inner]
+            for name, parameter in owner._parameters.items()
+            if parameter is held.parameter
+        ]
+        for held in tree.held
+    }
+
+
+def _watched_units(plan: Plan, actual: Plan) -> Iterator[Unit]:
+    """Yield the plan's units, then those that only FSDP2 has."""
+    planned = {path for unit in plan.units for path in unit.paths}
+    yield from plan.units
+    yield from (unit for unit in actual.units if not planned.issuperset(unit.paths))
+
+
+def _only_for(module: nn.Module) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that drops the calls for other modules than `module`."""
+
+    def wrap(watch: Callable[..., None]) -> Callable[..., None]:
+        def watch_one(mod: nn.Module, *args: Any) -> None:
+            if mod is module:
+                watch(mod, *args)
+
+        return watch_one
+
+    return wrap
+
+
+def _is_compiled(node: Node) -> bool:
+    return any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        for module in wrapper_chain(node.module)
+    )
