@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
-from annotate_fsdp.collect import Tree
+from annotate_fsdp.collect import Tree, is_on_mesh
 from annotate_fsdp.errors import AnnotationError, Finding
-from annotate_fsdp.introspect import data_parallel_mesh, spmd_shard_placement
+from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
 
 
@@ -50,28 +49,24 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
 def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:
     """Return a function that gives a unit's mesh arguments.
 
-    Under `dp_mesh_dims` FSDP2 takes DTensors on the full mesh only. A unit that holds plain tensors as
-    well is sharded over the data-parallel axes, its full-mesh DTensors by their own placement.
+    Under `dp_mesh_dims` FSDP2 itself takes DTensors on the full mesh only. A unit of other parameters is
+    sharded over the data-parallel axes, and so is one that holds both, its full-mesh DTensors placed one
+    by one.
     """
     if dims is None:
         return lambda unit, parameters: {"mesh": mesh}
     whole = {"mesh": mesh, "dp_mesh_dims": dims}
     axes = data_parallel_mesh(mesh, dims)
-    place = spmd_shard_placement(mesh, dims) if dims.shard is not None else None
 
     def arguments(unit: Unit, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
         on_mesh = [is_on_mesh(parameters[path], mesh) for path in unit.members]
         if on_mesh and all(on_mesh):
             return whole
-        return {"mesh": axes, "shard_placement_fn": place} if any(on_mesh) else {"mesh": axes}
+        if any(on_mesh):
+            return {"mesh": axes, "shard_placement_fn": place_full_mesh(mesh, dims)}
+        return {"mesh": axes}
 
     return arguments
-
-
-def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether a parameter is a DTensor on the whole of `mesh`."""
-    data = parameter.data
-    return isinstance(data, DTensor) and data.device_mesh == mesh
 
 
 def _failed_midway(unit: Unit, done: list[str], error: Exception) -> Finding:

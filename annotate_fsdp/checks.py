@@ -278,26 +278,22 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
     if mesh is None or (facts.existing != "keep" and any(node.is_sharded for node in facts.tree.nodes)):
         return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
-    ours = set((*dims.shard_names, *dims.replicate_names) if dims else mesh.mesh_dim_names or ())
     for unit in facts.planned:
         for path in unit.members:
             data = parameters[path].data
             if not isinstance(data, DTensor):
                 continue
-            theirs = data.device_mesh.mesh_dim_names or ()
-            if dims is not None and data.device_mesh == mesh:
-                split = [
-                    name
-                    for name, placement in zip(theirs, data.placements, strict=True)
-                    if name in ours and not isinstance(placement, Replicate)
-                ]
-                wrong = f"it is not Replicate() on the data-parallel axes {split}"
-            else:
-                split = [name for name in theirs if name in ours] or (
-                    ["all"] if data.device_mesh == mesh else []
+            if dims is not None and type(unit.reshard_after_forward) is int:
+                yield Finding(
+                    "AF206",
+                    "error",
+                    unit.path,
+                    f"reshard_after_forward={unit.reshard_after_forward} with dp_mesh_dims",
+                    f"FSDP2 reshards DTensors such as {path} to all ranks or none",
+                    "Write True or False",
                 )
-                wrong = f"its mesh {theirs or '(unnamed)'} has axes that FSDP shards over"
-            if split:
+            wrong = _why_not(data, mesh, dims)
+            if wrong:
                 yield Finding(
                     "AF405",
                     "error",
@@ -306,6 +302,21 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
                     wrong,
                     "Keep the data-parallel axes for FSDP, or put it into ignored_params",
                 )
+
+
+def _why_not(data: DTensor, mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> str:
+    """Why FSDP2 could not shard a DTensor over `mesh`; empty if it can."""
+    ours = set((*dims.shard_names, *dims.replicate_names) if dims else mesh.mesh_dim_names or ())
+    theirs = data.device_mesh.mesh_dim_names or ()
+    if data.device_mesh == mesh and data.device_mesh is not mesh:
+        return "its mesh equals the one passed in, but was built separately"
+    if dims is not None and data.device_mesh is mesh:
+        placed = zip(theirs, data.placements, strict=True)
+        split = [name for name, placement in placed if name in ours and not isinstance(placement, Replicate)]
+        return f"it is not Replicate() on the data-parallel axes {split}" if split else ""
+    if data.device_mesh is mesh or ours.intersection(theirs):
+        return f"its mesh {theirs or '(unnamed)'} has axes that FSDP shards over"
+    return ""
 
 
 def check_stored_below_compute(facts: Facts) -> Iterator[Finding]:

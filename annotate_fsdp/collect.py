@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import (
@@ -86,6 +88,12 @@ class Tree:
     def root(self) -> Node:
         """The model itself."""
         return self.nodes[0]
+
+
+def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether a parameter is a DTensor on the whole of `mesh`."""
+    data = parameter.data
+    return isinstance(data, DTensor) and data.device_mesh == mesh
 
 
 def original_class(module: nn.Module) -> type:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from annotate_fsdp.collect import Held, Node, Tree, collect_tree, original_class
+from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh, original_class
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE, forward_methods
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
@@ -81,22 +81,26 @@ def has_lazy_init(model: nn.Module) -> bool:
     )
 
 
-def spmd_shard_placement(
+def place_full_mesh(
     mesh: DeviceMesh, dims: DataParallelMeshDims
 ) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
-    """Return a `shard_placement_fn` for a unit that holds plain tensors beside DTensors on `mesh`.
+    """Return a `shard_placement_fn` for one unit that holds plain tensors beside DTensors on `mesh`.
 
-    A DTensor on the full mesh is sharded over its data-parallel axes `dims`; everything else takes the
-    mesh given to `fully_shard`.
+    FSDP2 asks twice for each parameter: first to which process group it belongs, and all of a unit's
+    belong to one; then how it is placed, and a full-mesh DTensor is placed on its own mesh. Were it
+    asked in another way, `fully_shard` would refuse the DTensor, since the two meshes overlap.
     """
     info = _get_mesh_info(mesh, dims)
     assert isinstance(info, FSDPMeshInfo), "a mesh that shards nothing has no placement"
+    asked: set[int] = set()
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        data = parameter.data
-        if isinstance(data, DTensor) and data.device_mesh == mesh:
-            return ShardPlacementResult(Shard(0), info)
-        return None
+        if not is_on_mesh(parameter, mesh):
+            return None
+        if id(parameter) not in asked:
+            asked.add(id(parameter))
+            return None
+        return ShardPlacementResult(Shard(0), info)
 
     return place
 
