@@ -183,6 +183,6 @@ def test_resharding_dtensors_to_fewer_ranks_is_refused_by_name() -> None:
         assert plan_annotated(model, mesh, dp_mesh_dims=dims).unit("0").reshard_after_forward is True
         fsdp_unit(model[0], reshard_after_forward=2)
         assert messages(model, mesh, dims) == [
-            "AF206 error at 0: reshard_after_forward=2 with dp_mesh_dims, but FSDP2 reshards DTensors such as "
-            "0.up.weight to all ranks or none. Write True or False."
+            "AF206 error at 0: reshard_after_forward=2 with dp_mesh_dims, but FSDP2 reshards DTensors "
+            "such as 0.up.weight to all ranks or none. Write True or False."
         ]
