@@ -1,0 +1,111 @@
+"""The steps: loss, gradients, update, and the loss on held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from annotate_fsdp.train.data import HELD_OUT_WINDOWS, Corpus, held_out_batch, rank_rows, train_batch
+from annotate_fsdp.train.registry import ModelEntry
+from annotate_fsdp.train.settings import TrainSettings
+
+WARM_UP_STEPS = 10
+CLIP_NORM = 1.0
+
+
+def learning_rate(peak: float, step: int) -> float:
+    """Return the rate of step `step`: a linear warm-up, then peak * sqrt(warm-up / step).
+
+    It does not depend on the length of the run, so a run that goes on from a checkpoint may be lengthened.
+    """
+    return peak * min((step + 1) / WARM_UP_STEPS, (WARM_UP_STEPS / (step + 1)) ** 0.5)
+
+
+def make_optimizer(model: nn.Module, peak: float) -> torch.optim.Optimizer:
+    """Return AdamW over the trainable parameters."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # foreach: one dispatch for all parameters, where one for each DTensor would cost more than the model
+    return torch.optim.AdamW(trainable, lr=peak, betas=(0.9, 0.95), weight_decay=0.01, foreach=True)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Clip the gradients by their norm over all ranks, step, and drop them."""
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM, foreach=True)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Return the mean of one number over the ranks, each of which saw equally many tokens."""
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """Return a sharded tensor whole, and any other as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A sharded model and what one step of it needs.
+
+    - rank, ranks: this rank, and how many there are.
+    """
+
+    settings: TrainSettings
+    entry: ModelEntry
+    corpus: Corpus
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int
+    ranks: int
+
+    def backward(self, step: int) -> Tensor:
+        """Leave the gradients of step `step`'s global batch; return the loss of this rank's rows."""
+        rows = rank_rows(self.settings.batch, self.rank, self.ranks)
+        inputs, targets = train_batch(
+            self.corpus, self.settings.seed, step, rows, self.settings.sequence_length
+        )
+        loss = self.entry.loss(self.model, inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss.detach()
+
+    def update(self, step: int) -> None:
+        """Apply the gradients of step `step`."""
+        update(self.model, self.optimizer, learning_rate(self.settings.lr, step))
+
+    def held_out_loss(self) -> float:
+        """Return the mean loss over the held-out windows, whatever the number of ranks.
+
+        A rank that runs out of windows computes one more with weight zero, as all ranks must run equally
+        many forwards.
+        """
+        mine = list(range(self.rank, HELD_OUT_WINDOWS, self.ranks))
+        most = -(-HELD_OUT_WINDOWS // self.ranks)
+        total = torch.zeros((), dtype=torch.float64)
+        self.model.eval()
+        with torch.no_grad():
+            for first in range(0, most, self.settings.rows_per_rank):
+                rows = mine[first : min(first + self.settings.rows_per_rank, most)]
+                inputs, targets = held_out_batch(self.corpus, rows or [0], self.settings.sequence_length)
+                total += self.entry.loss(self.model, inputs, targets).double() * len(rows)
+        self.model.train()
+        free_gathered(self.model)
+        dist.all_reduce(total)
+        return float(total) / HELD_OUT_WINDOWS
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the parameters that a forward without backward left gathered, so that the next step starts as usual."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
