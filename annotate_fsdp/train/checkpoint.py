@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from annotate_fsdp.train.files import sync_directory, write_atomically
 from annotate_fsdp.train.settings import UsageError, option_name
@@ -50,10 +52,7 @@ def find_checkpoints(root: Path) -> list[Path]:
     """Return the complete checkpoints below `root`, oldest step first."""
     if not root.is_dir():
         return []
-    named = sorted(
-        (path for path in root.iterdir() if _step_of(path) is not None), key=lambda path: path.name
-    )
-    return [path for path in named if read_run(path) is not None]
+    return sorted(path for path in root.iterdir() if read_run(path) is not None)
 
 
 def check_resume(root: Path, identity: Mapping[str, Any], last_step: int) -> int:
@@ -108,7 +107,7 @@ def save_checkpoint(
         partial.mkdir()
     dist.barrier()
     state = {**_model_state(model), **_optimizer_state(model, optimizer)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, sync_files=True))
+    save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
     dist.barrier()
     if first:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
@@ -128,7 +127,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     Raises:
         UsageError: its tensors are not those of the model.
     """
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
     sizes = {name: entry.size for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     state = _model_state(model)
     theirs = {name: size for name, size in sizes.items() if name.startswith("model/")}
@@ -141,7 +140,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         values = optimizer.state[parameters[parameter]]
         values[key] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[parameter])
         state[name] = values[key]
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    load(state, storage_reader=FileSystemReader(path))
 
 
 def _step_of(path: Path) -> int | None:
@@ -155,7 +154,8 @@ def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model/{name}": value for name, value in get_model_state_dict(model).items()}
+    state = get_model_state_dict(model)
+    return {f"model/{name}": value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

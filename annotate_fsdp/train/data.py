@@ -109,7 +109,7 @@ def train_batch(
 
 
 def held_out_batch(corpus: Corpus, rows: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets) of some of the `HELD_OUT_WINDOWS` fixed windows, spread over the held-out bytes."""
+    """Return (inputs, targets) of some of the `HELD_OUT_WINDOWS` fixed windows of the held-out bytes."""
     choices = _count_windows(len(corpus.held_out), length)
     return _windows(corpus.held_out, [row * choices // HELD_OUT_WINDOWS for row in rows], length)
 

@@ -140,7 +140,7 @@ def _judge(directory: Path, codes: Sequence[int | None]) -> int:
     for rank in sorted(outcomes, key=times.__getitem__):
         if outcomes[rank]["kind"] == "failed":
             raise LaunchError(f"rank {rank} failed:\n{outcomes[rank]['message']}")
-    return max(outcome["code"] for outcome in outcomes.values())
+    return max(int(outcome["code"]) for outcome in outcomes.values())
 
 
 def _describe(code: int) -> str:

@@ -46,7 +46,7 @@ def mean_over_ranks(value: Tensor) -> float:
     """Return the mean of one number over the ranks, each of which saw equally many tokens."""
     total = value.detach().double().clone()
     dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
+    return total.item() / dist.get_world_size()
 
 
 def full_tensor(value: Tensor) -> Tensor:
@@ -101,11 +101,11 @@ class Trainer:
         self.model.train()
         free_gathered(self.model)
         dist.all_reduce(total)
-        return float(total) / HELD_OUT_WINDOWS
+        return total.item() / HELD_OUT_WINDOWS
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the parameters that a forward without backward left gathered, so that the next step starts as usual."""
+    """Free what a forward without backward left gathered, so that the next step starts as usual."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

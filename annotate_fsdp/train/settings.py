@@ -39,7 +39,7 @@ class TrainSettings:
     model: str
     config: str = "tiny"
     ranks: int = DEFAULT_RANKS
-    steps: int = 120
+    steps: int = 80
     stop_after: int | None = None
     mp: str = "bf16"
     storage: str = "fp32"
@@ -81,7 +81,7 @@ class TrainSettings:
 
 def option_name(field: str) -> str:
     """Return the command-line spelling of a settings field."""
-    return "--" + field.replace("_", "-")
+    return "MODEL" if field == "model" else "--" + field.replace("_", "-")
 
 
 def check_settings(settings: TrainSettings) -> None:

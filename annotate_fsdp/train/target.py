@@ -56,9 +56,7 @@ def build_target(target: str, config: str | None, storage: str | None) -> nn.Mod
     if ":" not in target:
         if target not in model_names():
             known = ", ".join(model_names())
-            raise UsageError(
-                f"there is no target {target!r}; write one of {known}, or package.module:callable"
-            )
+            raise UsageError(f"there is no target {target!r}; write {known} or package.module:callable")
         entry = find_model(target)
         check_config(entry, config or "tiny", train=False)
         with torch.device("meta"):
@@ -72,9 +70,7 @@ def build_target(target: str, config: str | None, storage: str | None) -> nn.Mod
 def _call(target: str) -> nn.Module:
     """Import and call `"package.module:callable"`; whatever goes wrong is one line about the target."""
     module_name, _, path = target.partition(":")
-    if not (
-        all(map(str.isidentifier, module_name.split("."))) and all(map(str.isidentifier, path.split(".")))
-    ):
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise UsageError(f"target {target!r}: write package.module:callable")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look there; last, so that it hides nothing
