@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -37,13 +38,13 @@ class Step5Attention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the attention's output for the normed `h` `[B, S, hidden]`, in its dtype."""
-        qkv = self.qkv_proj(h).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
-        q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, S, G, Q | 1 | 1, D]
+        qkv = torch.unflatten(self.qkv_proj(h), -1, (-1, self.heads_per_group + 2, self.head_dim))
+        q, k, v = torch.split(qkv, [self.heads_per_group, 1, 1], dim=-2)  # [B, S, G, Q | 1 | 1, D]
         cos, sin = self.rotary_emb(h.shape[1], h.device)
         q = apply_rotary(self.q_norm(q).movedim(1, -2), cos, sin)  # [B, G, Q, S, D]
         k = apply_rotary(self.k_norm(k).movedim(1, -2), cos, sin)  # [B, G, 1, S, D]
         out = attend(q, k, v.movedim(1, -2), self._visible(h)).movedim(-2, 1)  # [B, S, G, Q, D]
-        gate = self.g_proj(h).sigmoid().unflatten(-1, (-1, self.heads_per_group))  # [B, S, G, Q]
+        gate = torch.unflatten(self.g_proj(h).sigmoid(), -1, (-1, self.heads_per_group))  # [B, S, G, Q]
         return self.o_proj((out * gate.unsqueeze(-1)).flatten(2))  # type: ignore[no-any-return]  # __call__
 
     def _visible(self, h: Tensor) -> Tensor:
@@ -65,7 +66,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     Returns:
         `[B, G, Q, S, D]`.
     """
+    batch = q.shape[:2]
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     mask = visible if visible.dim() == 2 else visible.flatten(0, 1).unsqueeze(1)  # [B*G, 1, S, S]
-    k, v = k.expand_as(q), v.expand_as(q)
-    out = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), attn_mask=mask)
-    return out.unflatten(0, q.shape[:2])
+    out = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), attn_mask=mask)
+    return torch.unflatten(out, 0, batch)

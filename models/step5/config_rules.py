@@ -14,13 +14,47 @@ Broken = tuple[str, object, str]  # field, value, rule
 
 LAYER_TYPES: tuple[LayerType, ...] = ("sliding_attention", "full_attention")
 PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
-COUNTS = ["vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_attention_groups", "head_dim", "sliding_window", "moe_num_experts", "moe_top_k", "moe_intermediate_size", "share_expert_dim"]
-SPARSE_COUNTS = ["proxy_dim", "sparse_indexer_rope_dim", "sparse_indexer_num_heads", "topk", "region_block_size"]
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_attention_groups",
+    "head_dim",
+    "sliding_window",
+    "moe_num_experts",
+    "moe_top_k",
+    "moe_intermediate_size",
+    "share_expert_dim",
+)
+SPARSE_COUNTS = (
+    "proxy_dim",
+    "sparse_indexer_rope_dim",
+    "sparse_indexer_num_heads",
+    "topk",
+    "region_block_size",
+)
 
 # What the released configuration also says. The model does not read these: they describe serving,
 # storage or the tokenizer, or (the two of the sparse configuration) have no effect on the output.
 IGNORED_KEYS = frozenset(
-    ["architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "max_position_embeddings", "max_seq_len", "model_type", "pad_token_id", "quantization_config", "torch_dtype", "transformers_version", "use_cache", "yarn_only_types"]
+    {
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "max_position_embeddings",
+        "max_seq_len",
+        "model_type",
+        "pad_token_id",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "yarn_only_types",
+    }
 )
 IGNORED_SPARSE_KEYS = frozenset({"softmax_variant", "ssmax_s_granularity"})
 

@@ -15,7 +15,7 @@ from annotate_fsdp.models.step5.rotary import Step5RotaryEmbedding, apply_rotary
 
 @fsdp_unit(policy="fp32", casts_itself=True)
 class Step5IndexerWeightProjection(nn.Module):
-    """Project to one weight a head; the fp32 weight `[heads, hidden]` is rounded to the activations' dtype."""
+    """Project to one number a head; the fp32 weight `[heads, hidden]` is rounded to the input's dtype."""
 
     def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class Step5SparseIndexer(nn.Module):
         """Return for `h` `[B, S, hidden]` which regions are read: bool `[B, S, G, ceil(S / region)]`."""
         cos, sin = self.rotary_emb(h.shape[1], h.device)
         heads = (self.groups, self.heads_per_group)
-        q = self.q_norm(self.q_proj(h).unflatten(-1, (*heads, -1)))  # [B, S, G, H/G, P]
+        q = self.q_norm(torch.unflatten(self.q_proj(h), -1, (*heads, -1)))  # [B, S, G, H/G, P]
         q = apply_rotary(q.movedim(1, -2), cos, sin).movedim(-2, 1)
         k = apply_rotary(self.k_norm(self.k_proj(h)), cos, sin)  # [B, S, P]
-        w = self.w_proj(h).unflatten(-1, heads) * self.heads_per_group**-0.5  # [B, S, G, H/G]
+        w = torch.unflatten(self.w_proj(h), -1, heads) * self.heads_per_group**-0.5  # [B, S, G, H/G]
         summaries = summarize_regions(k, self.z_proj(h), self.region)  # [B, S // region, P]
         if self.fp8_rounding:
             summaries = round_to(summaries.to(torch.bfloat16), torch.float8_e4m3fn)
@@ -84,9 +84,9 @@ def summarize_regions(keys: Tensor, gates: Tensor, region: int) -> Tensor:
         `[B, S // region, P]` in fp32.
     """
     complete = keys.shape[1] // region
-    keys = keys[:, : complete * region].float().unflatten(1, (complete, region))  # [B, C, region, P]
-    gates = gates[:, : complete * region].float().unflatten(1, (complete, region))
-    return (gates.softmax(dim=2) * keys).sum(dim=2)
+    keys = torch.unflatten(keys[:, : complete * region].float(), 1, (complete, region))
+    gates = torch.unflatten(gates[:, : complete * region].float(), 1, (complete, region))
+    return (gates.softmax(dim=2) * keys).sum(dim=2)  # over [B, C, region, P]
 
 
 def score_regions(q: Tensor, w: Tensor, summaries: Tensor) -> Tensor:

@@ -80,11 +80,11 @@ class Step5Experts(nn.Module):
         slots = experts.shape[1]
         order = experts.flatten().argsort(stable=True)  # the N*k (token, slot) pairs, sorted by expert
         counts: list[int] = torch.bincount(experts.flatten(), minlength=len(self.down_projs)).tolist()
-        inputs = h[order // slots].split(counts)
+        inputs = torch.split(h[order // slots], counts)
         # unbind, so that the gradient is stacked once and an unused expert's is zero
         pairs = zip(inputs, self.gate_and_up_projs.unbind(), self.down_projs.unbind(), strict=True)
         outputs = torch.cat([self._expert(x, gate_up, down) for x, gate_up, down in pairs])
-        by_slot = outputs[order.argsort()].unflatten(0, (-1, slots))  # [N, k, hidden]
+        by_slot = torch.unflatten(outputs[order.argsort()], 0, (-1, slots))  # [N, k, hidden]
         total = torch.zeros_like(h, dtype=torch.float32)
         for slot in range(slots):
             total = total + weights[:, slot, None] * by_slot[:, slot].float()
