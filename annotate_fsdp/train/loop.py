@@ -46,7 +46,8 @@ def mean_over_ranks(value: Tensor) -> float:
     """Return the mean of one number over the ranks, each of which saw equally many tokens."""
     total = value.detach().double().clone()
     dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    mean: float = total.item() / dist.get_world_size()
+    return mean
 
 
 def full_tensor(value: Tensor) -> Tensor:

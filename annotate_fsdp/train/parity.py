@@ -49,9 +49,10 @@ class ParityReport:
     def __str__(self) -> str:
         allowed = f"at most {self.tolerance:g} allowed" if self.tolerance else "equality to the bit asked for"
         choices = "the same" if self.same_choices else "DIFFERENT"
+        where = f" at {self.where}" if self.largest else ""
         return (
             f"parity with {self.reference}, {self.steps} steps on {self.ranks} ranks: "
-            f"largest relative difference {self.largest:.3g} at {self.where} ({allowed}), "
+            f"largest relative difference {self.largest:.3g}{where} ({allowed}), "
             f"{choices} discrete choices: {'holds' if self.holds else 'DOES NOT HOLD'}"
         )
 
