@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from annotate_fsdp.train.files import sync_directory, write_atomically
+from annotate_fsdp.train.loop import plain_name
 from annotate_fsdp.train.settings import UsageError, option_name
 
 RUN_FILE = "run.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
-_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -150,7 +150,7 @@ def _step_of(path: Path) -> int | None:
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by the names that they have without activation checkpointing."""
-    return {name.replace(_CHECKPOINT_WRAPPER, ""): value for name, value in model.named_parameters()}
+    return {plain_name(name): value for name, value in model.named_parameters()}
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,10 +30,10 @@ from annotate_fsdp.train.checkpoint import (
 from annotate_fsdp.train.data import Corpus, load_corpus
 from annotate_fsdp.train.files import write_atomically
 from annotate_fsdp.train.loop import Trainer, make_optimizer, mean_over_ranks
-from annotate_fsdp.train.parity import FP32_TOLERANCE, ParityReport, compare
+from annotate_fsdp.train.parity import ParityReport, check_comparable, compare
 from annotate_fsdp.train.progress import show_progress
 from annotate_fsdp.train.registry import ModelEntry, check_config, find_model
-from annotate_fsdp.train.settings import TrainSettings, check_settings
+from annotate_fsdp.train.settings import TrainSettings, UsageError, check_settings
 
 JOB = "annotate_fsdp.train.job:train_rank"
 
@@ -45,6 +46,8 @@ def check_run(settings: TrainSettings) -> int:
     """
     check_settings(settings)
     check_config(find_model(settings.model), settings.config, train=True)
+    if settings.check_parity:
+        check_comparable(settings)
     if settings.checkpoint_dir is None:
         return 0
     root = Path(settings.checkpoint_dir)
@@ -100,7 +103,7 @@ def train(
             with observe(model) if step == start else nullcontext() as observed:
                 loss = trainer.backward(step)
             observation = observation or observed
-            losses.append(mean_over_ranks(loss))
+            losses.append(_finite(mean_over_ranks(loss), step))
             trainer.update(step)
             _save_if_due(trainer, step + 1)
             show(step + 1, losses[-1])
@@ -123,22 +126,12 @@ def train(
 def check_parity(
     settings: TrainSettings, entry: ModelEntry, corpus: Corpus, mesh: DeviceMesh
 ) -> ParityReport:
-    """Compare the sharded model with a reference that has the same weights and sees the same batches.
-
-    Under fp32 that is the unsharded model on the global batch. Under bf16 a sum over ranks rounds
-    differently from the unsharded one, so it is the layout that a framework would write by hand, to the bit.
-    """
-    policy = mixed_precision(settings)
+    """Compare the sharded model with the unsharded one of the same weights, on the same global batches."""
     sharded = build_model(settings, entry)
-    shard_annotated(sharded, mesh, mp_policy=policy, lowering=settings.lowering)
-    ours = _trainer(settings, entry, corpus, sharded)
-    reference = build_model(settings, entry)
-    if settings.mp == "fp32" and settings.storage == "fp32":
-        theirs = Trainer(settings, entry, corpus, reference, make_optimizer(reference, settings.lr), 0, 1)
-        return compare(ours, theirs, "the unsharded model", FP32_TOLERANCE)
-    entry.shard_by_hand(reference, mesh, policy)
-    theirs = _trainer(settings, entry, corpus, reference)
-    return compare(ours, theirs, "the layout written by hand", 0.0)
+    shard_annotated(sharded, mesh, mp_policy=mixed_precision(settings), lowering=settings.lowering)
+    whole = build_model(settings, entry)
+    unsharded = Trainer(settings, entry, corpus, whole, make_optimizer(whole, settings.lr), rank=0, ranks=1)
+    return compare(_trainer(settings, entry, corpus, sharded), unsharded)
 
 
 def build_model(settings: TrainSettings, entry: ModelEntry) -> nn.Module:
@@ -185,6 +178,13 @@ def _save_if_due(trainer: Trainer, done: int) -> None:
     if due or done == settings.last_step:
         root = Path(settings.checkpoint_dir)
         save_checkpoint(root, done, trainer.model, trainer.optimizer, settings.identity())
+
+
+def _finite(loss: float, step: int) -> float:
+    """Return the loss, or end the run: every rank holds the same one."""
+    if not math.isfinite(loss):
+        raise UsageError(f"the loss of step {step} is {loss}: write a smaller --lr")
+    return loss
 
 
 def _verdict(observation: Any, agrees: bool, units: int) -> str:

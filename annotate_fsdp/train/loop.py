@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ def learning_rate(peak: float, step: int) -> float:
 
     It does not depend on the length of the run, so a run that goes on from a checkpoint may be lengthened.
     """
-    return peak * min((step + 1) / WARM_UP_STEPS, (WARM_UP_STEPS / (step + 1)) ** 0.5)
+    return peak * min((step + 1) / WARM_UP_STEPS, math.sqrt(WARM_UP_STEPS / (step + 1)))
 
 
 def make_optimizer(model: nn.Module, peak: float) -> torch.optim.Optimizer:
@@ -33,21 +34,11 @@ def make_optimizer(model: nn.Module, peak: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trainable, lr=peak, betas=(0.9, 0.95), weight_decay=0.01, foreach=True)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Clip the gradients by their norm over all ranks, step, and drop them."""
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM, foreach=True)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
 def mean_over_ranks(value: Tensor) -> float:
     """Return the mean of one number over the ranks, each of which saw equally many tokens."""
     total = value.detach().double().clone()
     dist.all_reduce(total)
-    mean: float = total.item() / dist.get_world_size()
-    return mean
+    return total.item() / dist.get_world_size()
 
 
 def full_tensor(value: Tensor) -> Tensor:
@@ -55,11 +46,16 @@ def full_tensor(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what activation checkpointing put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 @dataclass(frozen=True)
 class Trainer:
-    """A sharded model and what one step of it needs.
+    """A model and what one step of it needs.
 
-    - rank, ranks: this rank, and how many there are.
+    - rank, ranks: which share of each global batch is this one's; `(0, 1)` is all of it.
     """
 
     settings: TrainSettings
@@ -71,32 +67,36 @@ class Trainer:
     ranks: int
 
     def backward(self, step: int) -> Tensor:
-        """Leave the gradients of step `step`'s global batch; return the loss of this rank's rows."""
+        """Leave the gradients of step `step`'s global batch; return the mean loss of this rank's rows."""
         rows = rank_rows(self.settings.batch, self.rank, self.ranks)
-        inputs, targets = train_batch(
-            self.corpus, self.settings.seed, step, rows, self.settings.sequence_length
-        )
+        length = self.settings.sequence_length
+        inputs, targets = train_batch(self.corpus, self.settings.seed, step, rows, length)
         loss = self.entry.loss(self.model, inputs, targets)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        torch.autograd.backward(loss)
         return loss.detach()
 
     def update(self, step: int) -> None:
-        """Apply the gradients of step `step`."""
-        update(self.model, self.optimizer, learning_rate(self.settings.lr, step))
+        """Clip the gradients of step `step` by their norm over all ranks, apply them, and drop them."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM, foreach=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.settings.lr, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def held_out_loss(self) -> float:
-        """Return the mean loss over the held-out windows, whatever the number of ranks.
+        """Return the mean loss over the held-out windows, the same on any number of ranks.
 
         A rank that runs out of windows computes one more with weight zero, as all ranks must run equally
         many forwards.
         """
-        mine = list(range(self.rank, HELD_OUT_WINDOWS, self.ranks))
+        mine = range(self.rank, HELD_OUT_WINDOWS, self.ranks)
         most = -(-HELD_OUT_WINDOWS // self.ranks)
+        share = self.settings.batch // self.ranks
         total = torch.zeros((), dtype=torch.float64)
         self.model.eval()
         with torch.no_grad():
-            for first in range(0, most, self.settings.rows_per_rank):
-                rows = mine[first : min(first + self.settings.rows_per_rank, most)]
+            for first in range(0, most, share):
+                rows = mine[first : first + share]
                 inputs, targets = held_out_batch(self.corpus, rows or [0], self.settings.sequence_length)
                 total += self.entry.loss(self.model, inputs, targets).double() * len(rows)
         self.model.train()

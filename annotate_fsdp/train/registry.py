@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp.train.settings import UsageError
 
@@ -33,8 +31,6 @@ class ModelEntry:
     - loss: (model, inputs, targets) -> mean next-token cross-entropy in fp32; both int64 [rows, length].
     - record_choices: model -> context manager that yields a dict, filled when the block ends, of the discrete
       choices of the latest forward inside it.
-    - shard_by_hand: (model, mesh, mp_policy) -> the same model under the `fully_shard` calls that a
-      framework would write for it, the layout that the marks must reproduce with `lowering="unit"`.
     """
 
     name: str
@@ -44,7 +40,6 @@ class ModelEntry:
     layer_classes: tuple[type[nn.Module], ...]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     record_choices: Callable[[nn.Module], AbstractContextManager[Choices]]
-    shard_by_hand: Callable[[nn.Module, DeviceMesh, MixedPrecisionPolicy], nn.Module]
 
 
 def model_names() -> tuple[str, ...]:

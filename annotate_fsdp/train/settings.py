@@ -60,11 +60,6 @@ class TrainSettings:
         """Number of steps that are done when this run ends."""
         return self.steps if self.stop_after is None else self.stop_after
 
-    @property
-    def rows_per_rank(self) -> int:
-        """Rows of the global batch that one rank computes."""
-        return self.batch // self.ranks
-
     def to_dict(self) -> dict[str, Any]:
         """Return the options as JSON-able data; `TrainSettings(**data)` makes them again."""
         return asdict(self)
