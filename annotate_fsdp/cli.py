@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from annotate_fsdp.errors import AnnotationError
 from annotate_fsdp.train.settings import (
     DEFAULT_RANKS,
     LOWERING_CHOICES,
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = make_parser().parse_args(argv)
         code: int = arguments.run(arguments)
-    except UsageError as error:
+    except (UsageError, AnnotationError) as error:
         print(f"annotate-fsdp: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:

@@ -72,8 +72,8 @@ def test_corpus_of_nothing_is_a_usage_error(tmp_path: Path) -> None:
 @given(share=st.integers(1, 8), ranks=st.integers(1, 8))
 def test_rows_of_the_ranks_partition_the_global_batch(share: int, ranks: int) -> None:
     batch = share * ranks
-    rows = [list(rank_rows(batch, rank, ranks)) for rank in range(ranks)]
-    assert sum(rows, []) == list(range(batch))
+    rows = [rank_rows(batch, rank, ranks) for rank in range(ranks)]
+    assert [row for mine in rows for row in mine] == list(range(batch))
     assert {len(mine) for mine in rows} == {share}
 
 

@@ -113,6 +113,8 @@ def test_mistake_found_by_a_rank_is_the_users() -> None:
 def start_waiting(directory: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
     """Start a launcher with two ranks that sleep; return it and the ranks' process ids."""
     code = (
+        # what a shell starts in the background ignores the signal
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from annotate_fsdp.train.launch import run_ranks; "
         f"run_ranks('{HERE}:wait_forever', {{'directory': {str(directory)!r}}}, 2)"
     )

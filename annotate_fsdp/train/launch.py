@@ -73,8 +73,9 @@ def run_ranks(target: str, argument: Mapping[str, Any], ranks: int) -> int:
 
 
 def _start(directory: Path, rank: int) -> subprocess.Popen[bytes]:
-    # a pipe on stdin tells the rank when this process is gone, even if it was killed
-    command = [sys.executable, "-m", "annotate_fsdp.train.worker", str(directory), str(rank)]
+    # a pipe on stdin tells the rank when this process is gone, even if it was killed; -P, as what lies in the
+    # current directory may not hide a module
+    command = [sys.executable, "-P", "-m", "annotate_fsdp.train.worker", str(directory), str(rank)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=_rank_environment())
 
 
@@ -84,8 +85,8 @@ def _rank_environment() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment.setdefault("OMP_NUM_THREADS", "1")
     # gloo would ask the host name for an address, which need not resolve on a laptop or in a container
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for loopback in {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex()):
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     return environment
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ def check_writable_file(name: str, option: str) -> None:
         raise UsageError(f"{option} {name}: that is a directory; write the name of a file")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {name}: the directory {path.parent} does not exist")
+    _check_writable_directory(path.parent, f"{option} {name}")
 
 
 def _check_checkpoint_dir(path: Path, resume: bool) -> None:
@@ -129,3 +131,9 @@ def _check_checkpoint_dir(path: Path, resume: bool) -> None:
         raise UsageError(f"--resume: the directory {path} does not exist")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--checkpoint-dir {path}: the directory {path.absolute().parent} does not exist")
+    _check_writable_directory(path if path.is_dir() else path.absolute().parent, f"--checkpoint-dir {path}")
+
+
+def _check_writable_directory(path: Path, option: str) -> None:
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"{option}: nothing may be written to the directory {path}")
