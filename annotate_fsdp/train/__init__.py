@@ -1,0 +1,1 @@
+"""The training job of the command line: byte-level language models on the standard library's sources."""
