@@ -19,11 +19,7 @@ class Step5IndexerWeightProjection(nn.Module):
 
     def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
-<<<<<<< HEAD
         self.weight = nn.Parameter(torch.empty(heads, hidden_size, dtype=torch.float32))
-=======
-        self.weight = nn.Parameter(torch.empty(heads, hidden_size))
->>>>>>> train
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

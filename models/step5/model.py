@@ -44,14 +44,9 @@ class Step5TextModel(nn.Module):
 class Step5ForCausalLM(nn.Module):
     """Step5 with its output projection: token ids `[B, S] ->` logits `[B, S, vocab]`.
 
-<<<<<<< HEAD
     Parameters are made in torch's default dtype, fp32 unless changed (the fp32 islands always), on the
     default device: `with torch.device("meta"):` allocates nothing; on a real one they are initialised.
     `to_storage` changes the dtype they are stored in.
-=======
-    Parameters are made in fp32 on the current default device (`with torch.device("meta"):` allocates
-    nothing) and, on a real one, initialised; `to_storage` changes what they are stored in.
->>>>>>> train
     """
 
     def __init__(self, config: Step5Config) -> None:

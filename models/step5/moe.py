@@ -107,8 +107,4 @@ class Step5MoE(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """Return the routed experts' output for `h` `[B, S, hidden]`, in its dtype."""
         tokens = (x.flatten(0, -2) for x in (h, *self.gate(h)))
-<<<<<<< HEAD
         return self.experts(*tokens).view_as(h)  # type: ignore[no-any-return]  # __call__
-=======
-        return self.experts(*tokens).view_as(h)  # type: ignore[no-any-return]  # as above
->>>>>>> train

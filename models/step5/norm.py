@@ -30,11 +30,7 @@ class Step5RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-<<<<<<< HEAD
         self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
-=======
-        self.weight = nn.Parameter(torch.empty(dim))
->>>>>>> train
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -53,11 +49,7 @@ class Step5IndexerRMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-<<<<<<< HEAD
         self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
-=======
-        self.weight = nn.Parameter(torch.empty(dim))
->>>>>>> train
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -79,13 +71,8 @@ class Step5IndexerLayerNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-<<<<<<< HEAD
         self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(dim, dtype=torch.float32))
-=======
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.bias = nn.Parameter(torch.empty(dim))
->>>>>>> train
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
