@@ -199,14 +199,9 @@ def test_the_head_weight_projection_multiplies_with_its_weight_rounded_to_the_ac
 
 def test_the_choice_is_made_without_gradient() -> None:
     indexer = indexer_of()
-<<<<<<< HEAD
     tracked: list[bool] = []
     for module in (indexer.q_proj, indexer.k_proj, indexer.z_proj, indexer.w_proj):
         module.register_forward_hook(lambda _, __, output: tracked.append(output.requires_grad))
     indexer(normal(1, 16, 96).requires_grad_())
     assert tracked == [False] * 4
-=======
-    h = normal(1, 16, 96).requires_grad_()
-    assert not indexer(h).requires_grad
->>>>>>> train
     assert all(parameter.requires_grad for parameter in indexer.parameters())
