@@ -43,8 +43,9 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
             raise AnnotationError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
     for unit in plan.units:
-        for path, method in unit.forward_methods:
-            register_fsdp_forward_method(modules[path], method)
+        if unit.lowering != "kept":
+            for path, method in unit.forward_methods:
+                register_fsdp_forward_method(modules[path], method)
 
 
 def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class Facts:
         """Return the node of the unit module at `path`."""
         return self.by_path[path]
 
-    @property
+    @cached_property
     def by_path(self) -> dict[str, Node]:
         """The nodes by FQN."""
         return {node.path: node for node in self.tree.nodes}
@@ -267,8 +268,9 @@ def check_mesh(facts: Facts) -> Iterator[Finding]:
     if dims is not None:
         asked = (*dims.shard_names, *dims.replicate_names)
         unknown = [name for name in asked if name not in (names or ())]
-        if unknown or not asked:
-            wrong = f"{', '.join(map(repr, unknown))} is not among its axes" if asked else "no axis is named"
+        if unknown or not dims.shard_names:
+            wrong = f"{', '.join(map(repr, unknown))} is not among its axes"
+            wrong = wrong if unknown else "it names no axis to shard over"
             yield Finding("AF403", "error", "", f"dp_mesh_dims={dims} on {declared}", wrong, axes)
 
 

@@ -110,13 +110,13 @@ def collect_tree(model: nn.Module) -> Tree:
             tree.nodes[parent].finished = finished
             finished += 1
             continue
-        seen = tree.node_of.get(id(module))
-        if seen is not None:
-            node = tree.nodes[seen]
+        chain = list(wrapper_chain(module))
+        node = _known_node(tree, chain)
+        if node is not None:
             node.parents.append(parent)
             node.aliases.append(path)
             continue
-        node = _new_node(tree, module, path, parent)
+        node = _new_node(tree, chain, path, parent)
         _read_marks(node, classes, tree.findings)
         _hold_parameters(node, tree, held_by_id)
         stack.append((None, "", node.index))
@@ -141,9 +141,24 @@ def wrapper_chain(module: nn.Module) -> Iterator[nn.Module]:
         module = child
 
 
-def _new_node(tree: Tree, module: nn.Module, path: str, parent: int) -> Node:
-    chain = list(wrapper_chain(module))
-    node = Node(len(tree.nodes), path, module, chain[-1], [parent] if parent >= 0 else [])
+def _known_node(tree: Tree, chain: list[nn.Module]) -> Node | None:
+    """Return the node of a module that was reached before, if any; `chain` is what is met this time.
+
+    Only a wrapper that both places go through can be the unit: the outermost one they share.
+    """
+    known = [module for module in chain if id(module) in tree.node_of]
+    if not known:
+        return None
+    node = tree.nodes[tree.node_of[id(known[0])]]
+    if all(module is not node.module for module in known):
+        node.module = known[0]
+    for module in chain:
+        tree.node_of[id(module)] = node.index
+    return node
+
+
+def _new_node(tree: Tree, chain: list[nn.Module], path: str, parent: int) -> Node:
+    node = Node(len(tree.nodes), path, chain[0], chain[-1], [parent] if parent >= 0 else [])
     tree.nodes.append(node)
     for wrapper in chain:
         tree.node_of[id(wrapper)] = node.index
