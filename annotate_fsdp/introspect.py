@@ -103,9 +103,6 @@ def spmd_shard_placement(
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     """Return the 1-D or 2-D mesh of the data-parallel axes `dims` of `mesh`."""
-    names = (*dims.replicate_names, *dims.shard_names)
-    if len(names) == 1 or (len(dims.replicate_names) == 1 == len(dims.shard_names)):
-        return mesh[names if len(names) > 1 else names[0]]
     return _get_mesh_info(mesh, dims).mesh
 
 
