@@ -397,8 +397,8 @@ def test_a_forward_mark_on_something_else_says_where_it_belongs(method: Any, kin
         fsdp_forward(method)
     assert refusal(error) == (
         "1 finding; nothing was sharded\n"
-        f"  AF102 error at {name}: fsdp_forward on a {kind}, but only a method that takes self can gather its "
-        "unit's parameters. Put @fsdp_forward closest to the function."
+        f"  AF102 error at {name}: fsdp_forward on a {kind}, but only a method that takes self can gather "
+        "its unit's parameters. Put @fsdp_forward closest to the function."
     )
 
 
@@ -408,9 +408,7 @@ def test_a_forward_mark_on_something_else_says_where_it_belongs(method: Any, kin
 def test_an_unknown_option_is_named_with_those_that_exist() -> None:
     with pytest.raises(AnnotationError) as error:
         fsdp_unit(polcy="fp32", goup="x")  # type: ignore[call-arg]
-    known = (
-        "policy, casts_itself, reduce_dtype, output_dtype, reshard_after_forward, offload_policy, group"
-    )
+    known = "policy, casts_itself, reduce_dtype, output_dtype, reshard_after_forward, offload_policy, group"
     assert refusal(error) == (
         "2 findings; nothing was sharded\n"
         "  AF101 error at fsdp_unit: fsdp_unit(polcy='fp32'), but there is no such option. "
@@ -425,7 +423,10 @@ POLICY = (
     "a policy is a name, a torch.dtype, a MixedPrecisionPolicy or a callable that makes one",
     'Write policy="fp32", policy=torch.float32 or policy=MixedPrecisionPolicy(...)',
 )
-RESHARD = ("it is no value that FSDP2 knows", 'Write True, False, a world size to reshard to, or "except_last"')
+RESHARD = (
+    "it is no value that FSDP2 knows",
+    'Write True, False, a world size to reshard to, or "except_last"',
+)
 OUTPUT = ('it is neither a floating-point torch.dtype nor "enclosing" nor None', DTYPE)
 
 
@@ -506,8 +507,8 @@ def test_a_mark_on_a_parameter_names_the_owner_as_the_place(mark: Any, decorator
         mark(nn.Parameter(torch.ones(1)))
     assert refusal(error) == (
         "1 finding; nothing was sharded\n"
-        f"  AF102 error at Parameter: {decorator} on a Parameter, but a mark on a Parameter is lost when it is "
-        "copied or sharded. Mark the module that owns it."
+        f"  AF102 error at Parameter: {decorator} on a Parameter, but a mark on a Parameter is lost when it "
+        "is copied or sharded. Mark the module that owns it."
     )
 
 

@@ -12,7 +12,13 @@ from torch import bfloat16, float16, float32, float64
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp import UnitSpec
-from annotate_fsdp.policies import PolicyProblem, check_policies, policy_dtype, resolve_policy, with_reduce_dtype
+from annotate_fsdp.policies import (
+    PolicyProblem,
+    check_policies,
+    policy_dtype,
+    resolve_policy,
+    with_reduce_dtype,
+)
 
 BF16 = MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)
 BF16_OUT = MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32, output_dtype=float32)
