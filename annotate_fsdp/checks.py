@@ -16,7 +16,6 @@ from annotate_fsdp.collect import Node, Tree, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import Ignore, UnitSpec
 from annotate_fsdp.plan import Plan, Unit, dtype_name
-from annotate_fsdp.planner import entry_points
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def has_forward(node: Node) -> bool:
     """Whether calling the module runs code of its own, or a method is marked as entry point."""
     cls = original_class(node.inner)
     own = vars(node.inner).get("forward") is not None
-    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(entry_points(node))
+    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(node.entry_points)
 
 
 def _is_bare_list(node: Node) -> bool:
@@ -220,7 +219,7 @@ def check_forward_methods(facts: Facts) -> Iterator[Finding]:
     for node in nodes:
         if node.path in units:
             continue
-        for method in entry_points(node):
+        for method in node.entry_points:
             if any(method in _names_called(nodes[index]) for index in _around(nodes, node)):
                 continue
             yield Finding(
@@ -244,7 +243,7 @@ def _names_called(node: Node) -> set[str]:
     """Attribute names that the entry points of a module mention in their code."""
     cls = original_class(node.inner)
     names: set[str] = set()
-    for method in ("forward", *entry_points(node)):
+    for method in ("forward", *node.entry_points):
         code = getattr(getattr(cls, method, None), "__code__", None)
         if code is not None:
             names.update(code.co_names)

@@ -18,6 +18,7 @@ from annotate_fsdp.marks import (
     Mark,
     Off,
     UnitSpec,
+    forward_methods,
     is_float_dtype,
 )
 from annotate_fsdp.policies import policy_dtype
@@ -40,6 +41,7 @@ class Node:
     - aliases: the other paths it is registered at.
     - mark, provenance: its mark and where that comes from.
     - finished: position in post-order (children before parents).
+    - entry_points: names of the methods that `fsdp_forward` marks.
     """
 
     index: int
@@ -51,6 +53,7 @@ class Node:
     mark: Mark | None = None
     provenance: str = ""
     finished: int = -1
+    entry_points: tuple[str, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -100,7 +103,7 @@ def collect_tree(model: nn.Module) -> Tree:
     """
     tree = Tree([], [], [], {})
     held_by_id: dict[int, Held] = {}
-    classes: dict[type, tuple[Mark | None, str, list[Finding]]] = {}
+    classes: dict[type, _ClassFacts] = {}
     finished = 0
     # (module, path, parent); a finished node is pushed again as None with its index
     stack: list[tuple[nn.Module | None, str, int]] = [(model, "", -1)]
@@ -196,9 +199,17 @@ def _refuse_parameter_marks(parameter: nn.Parameter, path: str, findings: list[F
             )
 
 
-def _read_marks(
-    node: Node, classes: dict[type, tuple[Mark | None, str, list[Finding]]], findings: list[Finding]
-) -> None:
+@dataclass(eq=False)
+class _ClassFacts:
+    """What the walk reads once for each class; findings are said once, at its first instance."""
+
+    mark: Mark | None
+    provenance: str
+    findings: list[Finding]
+    entry_points: tuple[str, ...]
+
+
+def _read_marks(node: Node, classes: dict[type, _ClassFacts], findings: list[Finding]) -> None:
     """Set the node's mark: the instance's, outermost wrapper first, else its class's."""
     for module in wrapper_chain(node.module):
         mark, wrong = _mark_in(vars(module), node.path, "the instance")
@@ -206,14 +217,13 @@ def _read_marks(
         if mark is not None and node.mark is None:
             node.mark, node.provenance = mark, "instance"
     cls = original_class(node.inner)
-    if cls not in classes:
-        classes[cls] = _class_mark(cls, node.path)
-    mark, provenance, wrong = classes[cls]
-    findings += wrong
-    if wrong:  # said once, at the first instance
-        classes[cls] = (mark, provenance, [])
-    if node.mark is None and mark is not None:
-        node.mark, node.provenance = mark, provenance
+    facts = classes.get(cls)
+    if facts is None:
+        facts = classes[cls] = _ClassFacts(*_class_mark(cls, node.path), forward_methods(cls))
+        findings += facts.findings
+    node.entry_points = facts.entry_points
+    if node.mark is None and facts.mark is not None:
+        node.mark, node.provenance = facts.mark, facts.provenance
 
 
 def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:

@@ -18,9 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
 
-from annotate_fsdp.collect import Held, Node, Tree, collect_tree, original_class
+from annotate_fsdp.collect import Held, Node, Tree, collect_tree
 from annotate_fsdp.errors import AnnotationError, Finding
-from annotate_fsdp.marks import PLAN_ATTRIBUTE, forward_methods
+from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
 
@@ -171,9 +171,7 @@ def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Un
         class_names=tuple(node.class_name for node in nodes),
         provenance="read back",
         parameters=parameters,
-        forward_methods=tuple(
-            (node.path, name) for node in nodes for name in forward_methods(original_class(node.inner))
-        ),
+        forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),
     )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.collect import Held, Node, Tree, original_class
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, forward_methods
+from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
 from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
 
@@ -494,7 +494,7 @@ class Planner:
             why=draft.why,
             parameters=tuple(describe_parameter(held, self.is_sharded) for held in draft.members),
             excluded=tuple(draft.excluded),
-            forward_methods=tuple((n.path, name) for n in nodes for name in entry_points(n)),
+            forward_methods=tuple((n.path, name) for n in nodes for name in n.entry_points),
         )
 
 
@@ -505,11 +505,6 @@ def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
     data = parameter.data
     local = tuple(data.to_local().shape) if isinstance(data, DTensor) and not is_sharded else shape
     return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
-
-
-def entry_points(node: Node) -> tuple[str, ...]:
-    """Names of the methods of a node's class that `fsdp_forward` marks."""
-    return forward_methods(original_class(node.inner))
 
 
 def _dtypes(policy: MixedPrecisionPolicy | None) -> str:

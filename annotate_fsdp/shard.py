@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
@@ -142,12 +144,25 @@ def prepare(
     options, wrong = _usable_options(options)
     spec, wrong_size = mesh_spec(mesh, world_size, options.get("dp_mesh_dims"))
     existing = "read" if read_only else options.get("existing", "error")
-    tree = collect_tree(model)
-    planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
-    plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
-    facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
-    found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *run_checks(facts)]
+    with _garbage_collector_paused():
+        tree = collect_tree(model)
+        planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
+        plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
+        facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
+        found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *run_checks(facts)]
     return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Planning makes many small objects; the collector would walk the whole model each time it runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def mesh_spec(
