@@ -202,14 +202,14 @@ def check_ignored(facts: Facts) -> Iterator[Finding]:
 
 
 def _ignore_mark(tree: Tree, index: int) -> Ignore | None:
-    """The nearest `fsdp_ignore` around a node."""
-    while True:
-        node = tree.nodes[index]
-        if isinstance(node.mark, Ignore):
-            return node.mark
-        if not node.parents:
-            return None
-        index = node.parents[0]
+    """The nearest `fsdp_ignore` around a node, on any way from the root to it."""
+    nearest = [index]
+    while nearest:
+        for node in (tree.nodes[each] for each in nearest):
+            if isinstance(node.mark, Ignore):
+                return node.mark
+        nearest = list(dict.fromkeys(parent for each in nearest for parent in tree.nodes[each].parents))
+    return None
 
 
 def check_forward_methods(facts: Facts) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ class Planner:
         self.drafts: list[_Draft] = []
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
-        self.ancestors: dict[int, frozenset[int]] = {}  # id(draft) -> ids of the drafts around it
+        self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
         self._declare(tuple(kept))
         self._last_of_class = self._find_last_siblings()
 
@@ -120,23 +120,23 @@ class Planner:
         return draft
 
     def _look_around(self) -> None:
-        """Find the drafts nearest around every node, and all drafts around every draft."""
+        """Find the drafts nearest around every node, and those on every way to it."""
         self.around = [()] * len(self.tree.nodes)
-        self.ancestors = {id(draft): frozenset() for draft in self.drafts}
+        self.on_every_way = [frozenset()] * len(self.tree.nodes)
         for node in self.parents_first:
             self._look_around_node(node)
 
     def _look_around_node(self, node: Node) -> None:
         nearest: dict[int, _Draft] = {}
+        ways: list[frozenset[int]] = []
         for parent in node.parents:
             own = self.draft_of.get(parent)
+            way = self.on_every_way[parent]
             for draft in (own,) if own is not None else self.around[parent]:
                 nearest[id(draft)] = draft
+            ways.append(way if own is None else way | {id(own)})
         self.around[node.index] = tuple(nearest.values())
-        own = self.draft_of.get(node.index)
-        if own is not None:
-            above = (self.ancestors[key] | {key} for key in nearest)
-            self.ancestors[id(own)] = self.ancestors.get(id(own), frozenset()).union(*above)
+        self.on_every_way[node.index] = ways[0].intersection(*ways[1:]) if ways else frozenset()
 
     def _nearest(self, node: int) -> tuple[_Draft, ...]:
         """The drafts whose `fully_shard` call would reach the parameters that `node` owns."""
@@ -144,12 +144,16 @@ class Planner:
         return (own,) if own is not None else self.around[node]
 
     def _outermost(self, drafts: Iterable[_Draft]) -> _Draft | None:
-        """The one of `drafts` that encloses all others, if there is one."""
+        """The one of `drafts` that is gathered whenever any of the others runs, if there is one."""
         drafts = list(drafts)
         for draft in drafts:
-            if all(other is draft or id(draft) in self.ancestors[id(other)] for other in drafts):
+            if all(other is draft or self._encloses(draft, other) for other in drafts):
                 return draft
         return None
+
+    def _encloses(self, outer: _Draft, inner: _Draft) -> bool:
+        """Whether `inner` is reached through `outer` only."""
+        return all(id(outer) in self.on_every_way[node] for node in inner.nodes)
 
     def _merge_named_groups(self) -> None:
         groups: dict[tuple[str, frozenset[int]], list[_Draft]] = {}
@@ -178,7 +182,7 @@ class Planner:
 
     def _drop_merged(self) -> None:
         """Forget the drafts that became part of another."""
-        self.drafts = [draft for draft in self.drafts if self.draft_of[draft.nodes[0]] is draft]
+        self.drafts = [draft for draft in self.drafts if self.draft_of.get(draft.nodes[0]) is draft]
         self._look_around()
 
     def _place_shared_modules(self) -> None:
@@ -341,16 +345,25 @@ class Planner:
         if draft.kept is not None:
             draft.policy, draft.reshard = draft.kept.policy, draft.kept.reshard_after_forward
             return
-        resolved = [self._policy(node, spec) for node, spec in zip(draft.nodes, draft.specs, strict=True)]
-        draft.policy = resolved[0]
-        for node, policy in zip(draft.nodes[1:], resolved[1:], strict=True):
-            if policy != draft.policy:
-                first, second = _policy_difference(draft.policy, policy)
-                paths = self.tree.nodes
-                self._disagree(paths[draft.nodes[0]].path, first, paths[node].path, second, "policy")
+        draft.policy = self._one_policy(draft)
         self._check_one_word(draft, "reshard_after_forward")
         self._check_one_word(draft, "offload_policy")
         draft.reshard = self._reshard(draft)
+
+    def _one_policy(self, draft: _Draft) -> MixedPrecisionPolicy:
+        """The policy of all its nodes: the marked ones decide, the others must compute in the same dtypes."""
+        said = sorted(zip(draft.nodes, draft.specs, strict=True), key=lambda pair: pair[1] is None)
+        (first, first_spec), *others = said
+        decided = self._policy(first, first_spec)
+        for node, spec in others:
+            policy = self._policy(node, spec)
+            if spec is None and _dtypes(policy) == _dtypes(decided):
+                continue
+            if policy != decided:
+                here, there = _policy_difference(decided, policy)
+                paths = self.tree.nodes
+                self._disagree(paths[first].path, here, paths[node].path, there, "policy")
+        return decided
 
     def _check_one_word(self, draft: _Draft, option: str) -> None:
         """The marks of a unit's modules may say a thing once, or the same."""
