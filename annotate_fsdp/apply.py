@@ -10,7 +10,7 @@ from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_f
 from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.collect import Tree
-from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import data_parallel_mesh, spmd_shard_placement
 from annotate_fsdp.plan import Plan, Unit
 
@@ -19,7 +19,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
     """Shard the modules of `tree` as `plan` says, unit by unit, in place.
 
     Raises:
-        AnnotationError: `fully_shard` failed although every check had passed; the model is then sharded
+        PartlyShardedError: `fully_shard` failed although every check had passed; the model is then sharded
             in part and must be built again.
     """
     modules = {node.path: node.module for node in tree.nodes}
@@ -40,7 +40,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
                 **meshes(unit, parameters),
             )
         except Exception as error:
-            raise AnnotationError([_failed_midway(unit, done, error)]) from error
+            raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
     for unit in plan.units:
         if unit.lowering != "kept":

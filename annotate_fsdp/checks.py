@@ -41,6 +41,19 @@ class Facts:
         """The nodes by FQN."""
         return {node.path: node for node in self.tree.nodes}
 
+    @cached_property
+    def inside_sharded(self) -> dict[int, int]:
+        """Index of each node inside a sharded module -> index of that module."""
+        nodes = self.tree.nodes
+        inside: dict[int, int] = {}
+        for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
+            for parent in node.parents:
+                if nodes[parent].is_sharded:
+                    inside[node.index] = parent
+                elif parent in inside:
+                    inside[node.index] = inside[parent]
+        return inside
+
     @property
     def planned(self) -> Iterator[Unit]:
         """The units that are still to be sharded."""
@@ -159,13 +172,7 @@ def check_inside_sharded(facts: Facts) -> Iterator[Finding]:
     if facts.existing != "keep":
         return
     nodes = facts.tree.nodes
-    inside: dict[int, int] = {}  # node -> the sharded node around it
-    for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
-        for parent in node.parents:
-            if nodes[parent].is_sharded:
-                inside[node.index] = parent
-            elif parent in inside:
-                inside[node.index] = inside[parent]
+    inside = facts.inside_sharded
     planned = {path: unit for unit in facts.planned for path in unit.paths}
     for node in nodes:
         if node.index in inside and node.path in planned:
@@ -281,6 +288,8 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
     parameters = {held.path: held.parameter for held in facts.tree.held}
     ours = set((*dims.shard_names, *dims.replicate_names) if dims else mesh.mesh_dim_names or ())
     for unit in facts.planned:
+        if any(facts.by_path[path].index in facts.inside_sharded for path in unit.paths):
+            continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
             data = parameters[path].data
             if not isinstance(data, DTensor):
