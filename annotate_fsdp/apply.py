@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
 
 from annotate_fsdp.collect import Tree, is_on_mesh
-from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
 
@@ -18,7 +18,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
     """Shard the modules of `tree` as `plan` says, unit by unit, in place.
 
     Raises:
-        AnnotationError: `fully_shard` failed although every check had passed; the model is then sharded
+        PartlyShardedError: `fully_shard` failed although every check had passed; the model is then sharded
             in part and must be built again.
     """
     modules = {node.path: node.module for node in tree.nodes}
@@ -39,11 +39,12 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
                 **meshes(unit, parameters),
             )
         except Exception as error:
-            raise AnnotationError([_failed_midway(unit, done, error)]) from error
+            raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
     for unit in plan.units:
-        for path, method in unit.forward_methods:
-            register_fsdp_forward_method(modules[path], method)
+        if unit.lowering != "kept":
+            for path, method in unit.forward_methods:
+                register_fsdp_forward_method(modules[path], method)
 
 
 def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:

@@ -109,7 +109,7 @@ def audit(
     Raises:
         AnnotationError: an option has no meaning; everything else is a finding in the report.
     """
-    check_call(model, mesh, options)
+    check_call(model, mesh)
     tree = collect_tree(model)
     is_sharded = tree.root.is_sharded or (
         options.get("existing", "error") != "keep" and any(node.is_sharded for node in tree.nodes)

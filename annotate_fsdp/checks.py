@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from annotate_fsdp.collect import Node, Tree, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import Ignore, UnitSpec
 from annotate_fsdp.plan import Plan, Unit, dtype_name
-from annotate_fsdp.planner import entry_points
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,23 @@ class Facts:
         """Return the node of the unit module at `path`."""
         return self.by_path[path]
 
-    @property
+    @cached_property
     def by_path(self) -> dict[str, Node]:
         """The nodes by FQN."""
         return {node.path: node for node in self.tree.nodes}
+
+    @cached_property
+    def inside_sharded(self) -> dict[int, int]:
+        """Index of each node inside a sharded module -> index of that module."""
+        nodes = self.tree.nodes
+        inside: dict[int, int] = {}
+        for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
+            for parent in node.parents:
+                if nodes[parent].is_sharded:
+                    inside[node.index] = parent
+                elif parent in inside:
+                    inside[node.index] = inside[parent]
+        return inside
 
     @property
     def planned(self) -> Iterator[Unit]:
@@ -90,7 +103,7 @@ def has_forward(node: Node) -> bool:
     """Whether calling the module runs code of its own, or a method is marked as entry point."""
     cls = original_class(node.inner)
     own = vars(node.inner).get("forward") is not None
-    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(entry_points(node))
+    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(node.entry_points)
 
 
 def _is_bare_list(node: Node) -> bool:
@@ -159,13 +172,7 @@ def check_inside_sharded(facts: Facts) -> Iterator[Finding]:
     if facts.existing != "keep":
         return
     nodes = facts.tree.nodes
-    inside: dict[int, int] = {}  # node -> the sharded node around it
-    for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
-        for parent in node.parents:
-            if nodes[parent].is_sharded:
-                inside[node.index] = parent
-            elif parent in inside:
-                inside[node.index] = inside[parent]
+    inside = facts.inside_sharded
     planned = {path: unit for unit in facts.planned for path in unit.paths}
     for node in nodes:
         if node.index in inside and node.path in planned:
@@ -202,14 +209,14 @@ def check_ignored(facts: Facts) -> Iterator[Finding]:
 
 
 def _ignore_mark(tree: Tree, index: int) -> Ignore | None:
-    """The nearest `fsdp_ignore` around a node."""
-    while True:
-        node = tree.nodes[index]
-        if isinstance(node.mark, Ignore):
-            return node.mark
-        if not node.parents:
-            return None
-        index = node.parents[0]
+    """The nearest `fsdp_ignore` around a node, on any way from the root to it."""
+    nearest = [index]
+    while nearest:
+        for node in (tree.nodes[each] for each in nearest):
+            if isinstance(node.mark, Ignore):
+                return node.mark
+        nearest = list(dict.fromkeys(parent for each in nearest for parent in tree.nodes[each].parents))
+    return None
 
 
 def check_forward_methods(facts: Facts) -> Iterator[Finding]:
@@ -219,7 +226,7 @@ def check_forward_methods(facts: Facts) -> Iterator[Finding]:
     for node in nodes:
         if node.path in units:
             continue
-        for method in entry_points(node):
+        for method in node.entry_points:
             if any(method in _names_called(nodes[index]) for index in _around(nodes, node)):
                 continue
             yield Finding(
@@ -243,7 +250,7 @@ def _names_called(node: Node) -> set[str]:
     """Attribute names that the entry points of a module mention in their code."""
     cls = original_class(node.inner)
     names: set[str] = set()
-    for method in ("forward", *entry_points(node)):
+    for method in ("forward", *node.entry_points):
         code = getattr(getattr(cls, method, None), "__code__", None)
         if code is not None:
             names.update(code.co_names)
@@ -267,8 +274,9 @@ def check_mesh(facts: Facts) -> Iterator[Finding]:
     if dims is not None:
         asked = (*dims.shard_names, *dims.replicate_names)
         unknown = [name for name in asked if name not in (names or ())]
-        if unknown or not asked:
-            wrong = f"{', '.join(map(repr, unknown))} is not among its axes" if asked else "no axis is named"
+        if unknown or not dims.shard_names:
+            wrong = f"{', '.join(map(repr, unknown))} is not among its axes"
+            wrong = wrong if unknown else "it names no axis to shard over"
             yield Finding("AF403", "error", "", f"dp_mesh_dims={dims} on {declared}", wrong, axes)
 
 
@@ -279,6 +287,8 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
         return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
+        if any(facts.by_path[path].index in facts.inside_sharded for path in unit.paths):
+            continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
             data = parameters[path].data
             if not isinstance(data, DTensor):

@@ -20,6 +20,7 @@ from annotate_fsdp.marks import (
     Mark,
     Off,
     UnitSpec,
+    forward_methods,
     is_float_dtype,
 )
 from annotate_fsdp.policies import policy_dtype
@@ -42,6 +43,7 @@ class Node:
     - aliases: the other paths it is registered at.
     - mark, provenance: its mark and where that comes from.
     - finished: position in post-order (children before parents).
+    - entry_points: names of the methods that `fsdp_forward` marks.
     """
 
     index: int
@@ -53,6 +55,7 @@ class Node:
     mark: Mark | None = None
     provenance: str = ""
     finished: int = -1
+    entry_points: tuple[str, ...] = ()
 
     @property
     def is_sharded(self) -> bool:
@@ -108,7 +111,7 @@ def collect_tree(model: nn.Module) -> Tree:
     """
     tree = Tree([], [], [], {})
     held_by_id: dict[int, Held] = {}
-    classes: dict[type, tuple[Mark | None, str, list[Finding]]] = {}
+    classes: dict[type, _ClassFacts] = {}
     finished = 0
     # (module, path, parent); a finished node is pushed again as None with its index
     stack: list[tuple[nn.Module | None, str, int]] = [(model, "", -1)]
@@ -118,13 +121,13 @@ def collect_tree(model: nn.Module) -> Tree:
             tree.nodes[parent].finished = finished
             finished += 1
             continue
-        seen = tree.node_of.get(id(module))
-        if seen is not None:
-            node = tree.nodes[seen]
+        chain = list(wrapper_chain(module))
+        node = _known_node(tree, chain)
+        if node is not None:
             node.parents.append(parent)
             node.aliases.append(path)
             continue
-        node = _new_node(tree, module, path, parent)
+        node = _new_node(tree, chain, path, parent)
         _read_marks(node, classes, tree.findings)
         _hold_parameters(node, tree, held_by_id)
         stack.append((None, "", node.index))
@@ -149,9 +152,24 @@ def wrapper_chain(module: nn.Module) -> Iterator[nn.Module]:
         module = child
 
 
-def _new_node(tree: Tree, module: nn.Module, path: str, parent: int) -> Node:
-    chain = list(wrapper_chain(module))
-    node = Node(len(tree.nodes), path, module, chain[-1], [parent] if parent >= 0 else [])
+def _known_node(tree: Tree, chain: list[nn.Module]) -> Node | None:
+    """Return the node of a module that was reached before, if any; `chain` is what is met this time.
+
+    Only a wrapper that both places go through can be the unit: the outermost one they share.
+    """
+    known = [module for module in chain if id(module) in tree.node_of]
+    if not known:
+        return None
+    node = tree.nodes[tree.node_of[id(known[0])]]
+    if all(module is not node.module for module in known):
+        node.module = known[0]
+    for module in chain:
+        tree.node_of[id(module)] = node.index
+    return node
+
+
+def _new_node(tree: Tree, chain: list[nn.Module], path: str, parent: int) -> Node:
+    node = Node(len(tree.nodes), path, chain[0], chain[-1], [parent] if parent >= 0 else [])
     tree.nodes.append(node)
     for wrapper in chain:
         tree.node_of[id(wrapper)] = node.index
@@ -189,9 +207,17 @@ def _refuse_parameter_marks(parameter: nn.Parameter, path: str, findings: list[F
             )
 
 
-def _read_marks(
-    node: Node, classes: dict[type, tuple[Mark | None, str, list[Finding]]], findings: list[Finding]
-) -> None:
+@dataclass(eq=False)
+class _ClassFacts:
+    """What the walk reads once for each class; findings are said once, at its first instance."""
+
+    mark: Mark | None
+    provenance: str
+    findings: list[Finding]
+    entry_points: tuple[str, ...]
+
+
+def _read_marks(node: Node, classes: dict[type, _ClassFacts], findings: list[Finding]) -> None:
     """Set the node's mark: the instance's, outermost wrapper first, else its class's."""
     for module in wrapper_chain(node.module):
         mark, wrong = _mark_in(vars(module), node.path, "the instance")
@@ -199,14 +225,13 @@ def _read_marks(
         if mark is not None and node.mark is None:
             node.mark, node.provenance = mark, "instance"
     cls = original_class(node.inner)
-    if cls not in classes:
-        classes[cls] = _class_mark(cls, node.path)
-    mark, provenance, wrong = classes[cls]
-    findings += wrong
-    if wrong:  # said once, at the first instance
-        classes[cls] = (mark, provenance, [])
-    if node.mark is None and mark is not None:
-        node.mark, node.provenance = mark, provenance
+    facts = classes.get(cls)
+    if facts is None:
+        facts = classes[cls] = _ClassFacts(*_class_mark(cls, node.path), forward_methods(cls))
+        findings += facts.findings
+    node.entry_points = facts.entry_points
+    if node.mark is None and facts.mark is not None:
+        node.mark, node.provenance = facts.mark, facts.provenance
 
 
 def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:

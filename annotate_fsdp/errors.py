@@ -55,6 +55,12 @@ class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
 
 
+class PartlyShardedError(AnnotationError):
+    """`fully_shard` failed although every check had passed; the model must be built again."""
+
+    outcome = "the model is sharded in part"
+
+
 class MaterializeError(AnnotationError):
     """A model on `meta` could not be made real as asked; do not train it."""
 

@@ -18,9 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import Shard
 
-from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh, original_class
+from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
 from annotate_fsdp.errors import AnnotationError, Finding
-from annotate_fsdp.marks import PLAN_ATTRIBUTE, forward_methods
+from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
 
@@ -107,9 +107,6 @@ def place_full_mesh(
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     """Return the 1-D or 2-D mesh of the data-parallel axes `dims` of `mesh`."""
-    names = (*dims.replicate_names, *dims.shard_names)
-    if len(names) == 1 or (len(dims.replicate_names) == 1 == len(dims.shard_names)):
-        return mesh[names if len(names) > 1 else names[0]]
     return _get_mesh_info(mesh, dims).mesh
 
 
@@ -178,9 +175,7 @@ def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Un
         class_names=tuple(node.class_name for node in nodes),
         provenance="read back",
         parameters=parameters,
-        forward_methods=tuple(
-            (node.path, name) for node in nodes for name in forward_methods(original_class(node.inner))
-        ),
+        forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
@@ -67,7 +68,7 @@ class UnitSpec:
 
     def __post_init__(self) -> None:
         findings = [
-            Finding("AF101", "error", "", f"fsdp_unit({name}={value!r})", wrong, write)
+            Finding("AF101", "error", "fsdp_unit", f"fsdp_unit({name}={value!r})", wrong, write)
             for name, value, wrong, write in _impossible_options(self)
         ]
         if findings:
@@ -92,6 +93,12 @@ Mark = UnitSpec | Off | Ignore
 def is_float_dtype(value: object) -> bool:
     """Whether `value` is a floating-point `torch.dtype`."""
     return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean ...? " with the known name closest to `name`, "" if none is close."""
+    close = get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]}? " if close else ""
 
 
 def _impossible_options(spec: UnitSpec) -> Iterator[tuple[str, object, str, str]]:
@@ -226,14 +233,17 @@ def fsdp_forward(method: T) -> T:
 
 
 def forward_methods(cls: type) -> tuple[str, ...]:
-    """Return the names of the methods of `cls` that it or a base marks with `fsdp_forward`, sorted."""
+    """Return the names of the methods of `cls` that it or a base marks with `fsdp_forward`, sorted.
+
+    `forward` is left out: it is an entry point as it is.
+    """
     return tuple(
         sorted(
             {
                 name
                 for base in cls.__mro__
                 for name, value in vars(base).items()
-                if callable(value) and getattr(value, FORWARD_ATTRIBUTE, False) is True
+                if name != "forward" and callable(value) and getattr(value, FORWARD_ATTRIBUTE, False) is True
             }
         )
     )
@@ -248,10 +258,10 @@ def _spec_from(options: Mapping[str, Any]) -> UnitSpec:
             Finding(
                 "AF101",
                 "error",
-                "",
+                "fsdp_unit",
                 f"fsdp_unit({name}={options[name]!r})",
                 "there is no such option",
-                f"Write one of {', '.join(known)}",
+                f"{did_you_mean(name, known)}Write one of {', '.join(known)}",
             )
             for name in unknown
         )

@@ -322,7 +322,7 @@ def unit_facts(unit: Unit) -> dict[str, str]:
     for parameter in unit.parameters:
         flag = "trainable" if parameter.trainable else "frozen"
         shape = "x".join(map(str, parameter.shape))
-        facts[parameter.path] = f"{dtype_name(parameter.dtype)} [{shape}] {flag}"
+        facts[f"parameter {parameter.path}"] = f"{dtype_name(parameter.dtype)} [{shape}] {flag}"
     return facts
 
 

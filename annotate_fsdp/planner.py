@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.collect import Held, Node, Tree, original_class
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, forward_methods
+from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
 from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
 
@@ -56,11 +56,12 @@ class Planner:
         self.options = options
         self.is_sharded = any(node.is_sharded for node in tree.nodes)
         self.findings: list[Finding] = []
+        self.parents_first = sorted(tree.nodes, key=lambda node: node.finished, reverse=True)
         self.ignored = self._ignored_parameters()
         self.drafts: list[_Draft] = []
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
-        self.ancestors: dict[int, frozenset[int]] = {}  # id(draft) -> ids of the drafts around it
+        self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
         self._declare(tuple(kept))
         self._last_of_class = self._find_last_siblings()
 
@@ -84,9 +85,8 @@ class Planner:
     def _ignored_parameters(self) -> set[int]:
         """Ids of the parameters that are not FSDP's: the caller's and those under an ignored module."""
         ignored_nodes: set[int] = set()
-        for node in self.tree.nodes:
-            inside = bool(node.parents) and node.parents[0] in ignored_nodes
-            if inside or isinstance(node.mark, Ignore):
+        for node in self.parents_first:
+            if isinstance(node.mark, Ignore) or not ignored_nodes.isdisjoint(node.parents):
                 ignored_nodes.add(node.index)
         self.ignored_nodes = ignored_nodes
         return set(self.options.ignored) | {
@@ -120,22 +120,23 @@ class Planner:
         return draft
 
     def _look_around(self) -> None:
-        """Find the drafts nearest around every node, and all drafts around every draft."""
-        nodes = self.tree.nodes
-        self.around = [()] * len(nodes)
-        self.ancestors = {id(draft): frozenset() for draft in self.drafts}
-        for node in sorted(nodes, key=lambda n: n.finished, reverse=True):  # parents before children
-            nearest: dict[int, _Draft] = {}
-            for parent in node.parents:
-                own = self.draft_of.get(parent)
-                for draft in (own,) if own is not None else self.around[parent]:
-                    nearest[id(draft)] = draft
-            self.around[node.index] = tuple(nearest.values())
-            own = self.draft_of.get(node.index)
-            if own is not None:
-                self.ancestors[id(own)] = self.ancestors[id(own)].union(
-                    *(self.ancestors[key] | {key} for key in nearest)
-                )
+        """Find the drafts nearest around every node, and those on every way to it."""
+        self.around = [()] * len(self.tree.nodes)
+        self.on_every_way = [frozenset()] * len(self.tree.nodes)
+        for node in self.parents_first:
+            self._look_around_node(node)
+
+    def _look_around_node(self, node: Node) -> None:
+        nearest: dict[int, _Draft] = {}
+        ways: list[frozenset[int]] = []
+        for parent in node.parents:
+            own = self.draft_of.get(parent)
+            way = self.on_every_way[parent]
+            for draft in (own,) if own is not None else self.around[parent]:
+                nearest[id(draft)] = draft
+            ways.append(way if own is None else way | {id(own)})
+        self.around[node.index] = tuple(nearest.values())
+        self.on_every_way[node.index] = ways[0].intersection(*ways[1:]) if ways else frozenset()
 
     def _nearest(self, node: int) -> tuple[_Draft, ...]:
         """The drafts whose `fully_shard` call would reach the parameters that `node` owns."""
@@ -143,12 +144,16 @@ class Planner:
         return (own,) if own is not None else self.around[node]
 
     def _outermost(self, drafts: Iterable[_Draft]) -> _Draft | None:
-        """The one of `drafts` that encloses all others, if there is one."""
+        """The one of `drafts` that is gathered whenever any of the others runs, if there is one."""
         drafts = list(drafts)
         for draft in drafts:
-            if all(other is draft or id(draft) in self.ancestors[id(other)] for other in drafts):
+            if all(other is draft or self._encloses(draft, other) for other in drafts):
                 return draft
         return None
+
+    def _encloses(self, outer: _Draft, inner: _Draft) -> bool:
+        """Whether `inner` is reached through `outer` only."""
+        return all(id(outer) in self.on_every_way[node] for node in inner.nodes)
 
     def _merge_named_groups(self) -> None:
         groups: dict[tuple[str, frozenset[int]], list[_Draft]] = {}
@@ -161,23 +166,29 @@ class Planner:
             if len(drafts) > 1:
                 merged = self._merge(drafts, f"{drafts[0].provenance}, group {name!r}")
                 merged.why = GROUP_STAYS_GATHERED
-        self._look_around()
+        self._drop_merged()
 
     def _merge(self, drafts: list[_Draft], provenance: str) -> _Draft:
         """Make one draft of several, at the place of the first."""
         first = drafts[0]
-        for draft in drafts[1:]:
-            first.nodes += draft.nodes
-            first.specs += draft.specs
-            self.drafts.remove(draft)
-            for node in draft.nodes:
-                self.draft_of[node] = first
+        marked = [pair for draft in drafts for pair in zip(draft.nodes, draft.specs, strict=True)]
+        marked.sort(key=lambda pair: pair[0])
+        first.nodes = [node for node, _ in marked]
+        first.specs = [spec for _, spec in marked]
+        for node in first.nodes:
+            self.draft_of[node] = first
         first.provenance = provenance
         return first
 
+    def _drop_merged(self) -> None:
+        """Forget the drafts that became part of another."""
+        self.drafts = [draft for draft in self.drafts if self.draft_of.get(draft.nodes[0]) is draft]
+        self._look_around()
+
     def _place_shared_modules(self) -> None:
         """Make a unit of each module that several units register and none of them encloses the rest."""
-        for node in self.tree.nodes:
+        for node in self.parents_first:
+            self._look_around_node(node)
             if len(node.parents) < 2 or node.index in self.draft_of or node.index in self.ignored_nodes:
                 continue
             around = self.around[node.index]
@@ -186,7 +197,7 @@ class Planner:
                 draft = self._new_draft([node.index], [None], f"default: shared by {users}")
                 draft.is_tie = True
                 draft.why = TIE_STAYS_GATHERED
-                self._look_around()
+                self._look_around_node(node)
 
     # -- which unit owns which parameter -----------------------------------------------------------
 
@@ -239,20 +250,39 @@ class Planner:
         for nodes in bundles.values():
             self._bundle(nodes)
         if bundles:
-            self._look_around()
+            self._drop_merged()
 
     def _bundle(self, nodes: list[int]) -> None:
-        drafts: list[_Draft] = []
+        drafts: dict[int, _Draft] = {}
         for node in nodes:
-            draft = self.draft_of.get(node)
-            if draft is None:
-                draft = self._new_draft([node], [None], "default")
-            if draft not in drafts:
-                drafts.append(draft)
-        marks = {draft.provenance for draft in drafts}
-        merged = self._merge(drafts, "; ".join(sorted(marks)) + "; tied")
+            draft = self.draft_of.get(node) or self._new_draft([node], [None], "default")
+            drafts[id(draft)] = draft
+        marks = {draft.provenance for draft in drafts.values()}
+        merged = self._merge(list(drafts.values()), "; ".join(sorted(marks)) + "; tied")
+        self._leave_out_nested(merged)
         merged.is_tie = True
         merged.why = TIE_STAYS_GATHERED
+
+    def _leave_out_nested(self, draft: _Draft) -> None:
+        """Leave out the nodes that lie inside another of the same unit: that one's call reaches them."""
+        members = dict(zip(draft.nodes, draft.specs, strict=True))
+        for node, spec in list(members.items()):
+            outer = self._enclosing_member(node, members)
+            if outer is None:
+                continue
+            if spec is not None and spec != members[outer]:
+                paths = self.tree.nodes
+                self._disagree(paths[node].path, spec, paths[outer].path, members[outer], "mark")
+            del members[node], self.draft_of[node]
+        draft.nodes, draft.specs = list(members), list(members.values())
+
+    def _enclosing_member(self, node: int, members: Mapping[int, object]) -> int | None:
+        """The nearest of `members` that every way from the root to `node` passes."""
+        while len(parents := self.tree.nodes[node].parents) == 1:
+            node = parents[0]
+            if node in members:
+                return node
+        return None
 
     def _check_ties(self, placed: list[tuple[Held, _Draft, list[_Draft]]]) -> None:
         """A tied weight can have one compute and one reduce dtype only."""
@@ -315,18 +345,39 @@ class Planner:
         if draft.kept is not None:
             draft.policy, draft.reshard = draft.kept.policy, draft.kept.reshard_after_forward
             return
-        resolved = [self._policy(node, spec) for node, spec in zip(draft.nodes, draft.specs, strict=True)]
-        draft.policy = resolved[0]
-        for node, policy in zip(draft.nodes[1:], resolved[1:], strict=True):
-            if policy != draft.policy:
-                first, second = _policy_difference(draft.policy, policy)
-                paths = self.tree.nodes
-                self._disagree(paths[draft.nodes[0]].path, first, paths[node].path, second, "policy")
+        draft.policy = self._one_policy(draft)
+        self._check_one_word(draft, "reshard_after_forward")
+        self._check_one_word(draft, "offload_policy")
         draft.reshard = self._reshard(draft)
+
+    def _one_policy(self, draft: _Draft) -> MixedPrecisionPolicy:
+        """The policy of all its nodes: the marked ones decide, the others must compute in the same dtypes."""
+        said = sorted(zip(draft.nodes, draft.specs, strict=True), key=lambda pair: pair[1] is None)
+        (first, first_spec), *others = said
+        decided = self._policy(first, first_spec)
+        for node, spec in others:
+            policy = self._policy(node, spec)
+            if spec is None and _dtypes(policy) == _dtypes(decided):
+                continue
+            if policy != decided:
+                here, there = _policy_difference(decided, policy)
+                paths = self.tree.nodes
+                self._disagree(paths[first].path, here, paths[node].path, there, "policy")
+        return decided
+
+    def _check_one_word(self, draft: _Draft, option: str) -> None:
+        """The marks of a unit's modules may say a thing once, or the same."""
+        said = [
+            (self.tree.nodes[node].path, getattr(spec, option))
+            for node, spec in zip(draft.nodes, draft.specs, strict=True)
+            if getattr(spec, option, None) is not None
+        ]
+        for path, value in said[1:]:
+            if value != said[0][1] or type(value) is not type(said[0][1]):
+                self._disagree(said[0][0], said[0][1], path, value, option)
 
     def _policy(self, node: int, spec: UnitSpec | None) -> MixedPrecisionPolicy:
         path, is_root = self.tree.nodes[node].path, node == 0
-        enclosing = self._enclosing_dtype(node)
         if spec is None and not is_root:  # the library's own unit computes as the units around it
             outer = [draft.policy or MixedPrecisionPolicy() for draft in self.around[node]]
             for other, policy in zip(self.around[node][1:], outer[1:], strict=True):
@@ -334,24 +385,27 @@ class Planner:
                     where = self._paths(other)[0]
                     self._disagree(path, _dtypes(outer[0]), where, _dtypes(policy), "compute and reduce")
             return replace(outer[0], output_dtype=None, cast_forward_inputs=False)
+        spec = spec or UnitSpec()
         try:
             return resolve_policy(
-                spec or UnitSpec(),
+                spec,
                 base=self.options.mp_policy,
-                enclosing_dtype=enclosing,
+                enclosing_dtype=self._enclosing_dtype(node, spec),
                 policies=self.options.policies,
                 is_root=is_root,
             )
         except PolicyProblem as problem:
-            declared = f"policy={spec.policy!r} ({self.draft_of[node].provenance})" if spec else "mp_policy"
+            declared = f"policy={spec.policy!r} ({self.draft_of[node].provenance})"
             self.findings.append(Finding("AF108", "error", path, declared, problem.wrong, problem.write))
             return with_reduce_dtype(self.options.mp_policy)
 
-    def _enclosing_dtype(self, node: int) -> torch.dtype | None:
+    def _enclosing_dtype(self, node: int, spec: UnitSpec) -> torch.dtype | None:
+        """Compute dtype of the unit around, which must be one if the output is cast back to it."""
         if node == 0:
             return self.options.mp_policy.param_dtype
         dtypes = {(draft.policy or self.options.mp_policy).param_dtype: draft for draft in self.around[node]}
-        if len(dtypes) > 1:
+        is_cast_back = spec.output_dtype == "enclosing" and not spec.casts_itself
+        if len(dtypes) > 1 and is_cast_back and not isinstance(spec.policy, MixedPrecisionPolicy):
             (first, here), (second, there) = list(dtypes.items())[:2]
             self.findings.append(
                 Finding(
@@ -374,7 +428,7 @@ class Planner:
         if value is None:
             if draft.nodes == [0] or len(draft.nodes) > 1 or draft.is_tie:
                 return False
-            outer = self.around[draft.nodes[0]][0]
+            outer = self._tagged_around(draft)
             if outer.nodes == [0]:
                 root = outer.specs[0]
                 value = root.reshard_after_forward if root is not None else None
@@ -386,6 +440,13 @@ class Planner:
         if value is None:
             return True
         return self._world_to_reshard_to(draft, value)
+
+    def _tagged_around(self, draft: _Draft) -> _Draft:
+        """The nearest draft around this one that a mark made, else the root's."""
+        outer = self.around[draft.nodes[0]][0]
+        while outer.nodes != [0] and not any(outer.specs) and outer.kept is None:
+            outer = self.around[outer.nodes[0]][0]
+        return outer
 
     def _world_to_reshard_to(self, draft: _Draft, value: bool | int | str) -> bool | int:
         """Check an int against the mesh; the two trivial sizes are the two bools."""
@@ -446,7 +507,7 @@ class Planner:
             why=draft.why,
             parameters=tuple(describe_parameter(held, self.is_sharded) for held in draft.members),
             excluded=tuple(draft.excluded),
-            forward_methods=tuple((n.path, name) for n in nodes for name in entry_points(n)),
+            forward_methods=tuple((n.path, name) for n in nodes for name in n.entry_points),
         )
 
 
@@ -457,11 +518,6 @@ def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
     data = parameter.data
     local = tuple(data.to_local().shape) if isinstance(data, DTensor) and not is_sharded else shape
     return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
-
-
-def entry_points(node: Node) -> tuple[str, ...]:
-    """Names of the methods of a node's class that `fsdp_forward` marks."""
-    return forward_methods(original_class(node.inner))
 
 
 def _dtypes(policy: MixedPrecisionPolicy | None) -> str:

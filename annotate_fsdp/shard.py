@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.introspect import read_units
 from annotate_fsdp.lowering import check_lowering, lower_plan
-from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard
+from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard, did_you_mean
 from annotate_fsdp.plan import MeshSpec, Plan
 from annotate_fsdp.planner import Planner, PlanOptions
 from annotate_fsdp.policies import check_policies
@@ -84,7 +85,7 @@ def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions])
             are listed, on every rank, and nothing was sharded.
         PlanMismatchError: the ranks hold different plans; nothing was sharded.
     """
-    check_call(model, mesh, options)
+    check_call(model, mesh)
     try:
         prepared = prepare(model, mesh, None, options)
         errors, plan = prepared.errors, prepared.plan
@@ -120,7 +121,7 @@ def plan_annotated(
     Raises:
         AnnotationError: what would be wrong, all findings at once.
     """
-    check_call(model, mesh, options)
+    check_call(model, mesh)
     prepared = prepare(model, mesh, world_size, options)
     if prepared.errors:
         raise AnnotationError(prepared.errors)
@@ -135,60 +136,66 @@ def prepare(
     *,
     read_only: bool = False,
 ) -> Prepared:
-    """Collect, plan and check; raise only where no plan can be made at all.
+    """Collect, plan and check; an option that has no meaning is a finding, and its default is used.
 
     Args:
         read_only: plan as if nothing were sharded yet, to hold a sharded model against it.
     """
-    spec = mesh_spec(mesh, world_size, options.get("dp_mesh_dims"))
-    findings = list(_check_options(options))
-    if findings:
-        raise AnnotationError(findings)
+    options, wrong = _usable_options(options)
+    spec, wrong_size = mesh_spec(mesh, world_size, options.get("dp_mesh_dims"))
     existing = "read" if read_only else options.get("existing", "error")
-    tree = collect_tree(model)
-    planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
-    plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
-    facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
-    found = [*tree.findings, *planner.findings, *run_checks(facts)]
+    with _garbage_collector_paused():
+        tree = collect_tree(model)
+        planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
+        plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
+        facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
+        found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *run_checks(facts)]
     return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Planning makes many small objects; the collector would walk the whole model each time it runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def mesh_spec(
     mesh: DeviceMesh | None, world_size: WorldSize | None, dims: DataParallelMeshDims | None
-) -> MeshSpec | None:
-    """Return the data-parallel shape of a mesh or world size; None if neither is given.
-
-    Raises:
-        AnnotationError: both are given and differ, or the world size is no positive number.
-    """
-    if mesh is not None:
-        names = tuple(mesh.mesh_dim_names or ())
-        if dims is None:
-            sizes = (1, mesh.size(0)) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
-        else:
-            size = {name: mesh.size(axis) for axis, name in enumerate(names)}
-            sizes = (
-                _product(size.get(name, 1) for name in dims.replicate_names),
-                _product(size.get(name, 1) for name in dims.shard_names),
-            )
-        return MeshSpec(*sizes, names)
+) -> tuple[MeshSpec | None, list[Finding]]:
+    """Return the data-parallel shape of a mesh or world size, None if neither says one, and what is wrong."""
     if world_size is None:
-        return None
+        return (_mesh_shape(mesh, dims) if mesh is not None else None), []
+    write = "Write world_size=64, or world_size=(8, 8) for 8 replicas of 8 shards"
     pair = world_size if isinstance(world_size, tuple) else (1, world_size)
     if len(pair) != 2 or not all(type(size) is int and size > 0 for size in pair):
-        raise AnnotationError(
-            [
-                Finding(
-                    "AF108",
-                    "error",
-                    "",
-                    f"world_size={world_size!r}",
-                    "it is no number of ranks",
-                    "Write world_size=64, or world_size=(8, 8) for 8 replicas of 8 shards",
-                )
-            ]
-        )
-    return MeshSpec(*pair)
+        spec, wrong = None, "it is no number of ranks"
+    else:
+        spec, wrong = MeshSpec(*pair), ""
+    if mesh is not None:
+        shape = _mesh_shape(mesh, dims)
+        if spec is not None and spec != shape:
+            wrong, write = f"the mesh has {shape}", "Pass one of the two"
+        spec = shape
+    findings = [Finding("AF108", "error", "", f"world_size={world_size!r}", wrong, write)] if wrong else []
+    return spec, findings
+
+
+def _mesh_shape(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshSpec:
+    names = tuple(mesh.mesh_dim_names or ())
+    if dims is None:
+        sizes = (1, mesh.size(0)) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+        return MeshSpec(*sizes, names)
+    size = {name: mesh.size(axis) for axis, name in enumerate(names)}
+    replicate, shard = (
+        _product(size.get(name, 1) for name in axes) for axes in (dims.replicate_names, dims.shard_names)
+    )
+    return MeshSpec(replicate, shard, names)
 
 
 def _product(sizes: Iterable[int]) -> int:
@@ -215,7 +222,7 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
     )
 
 
-def check_call(model: object, mesh: object, options: Mapping[str, Any]) -> None:
+def check_call(model: object, mesh: object) -> None:
     """Refuse what no rank can even talk to the others about."""
     findings = []
     if not isinstance(model, nn.Module):
@@ -229,23 +236,37 @@ def check_call(model: object, mesh: object, options: Mapping[str, Any]) -> None:
         declared = f"a mesh of ranks {mesh.mesh.flatten().tolist()}"
         write = "Call it on the ranks of the mesh only"
         findings.append(Finding("AF404", "error", "", declared, "this rank is not one of them", write))
-    known = list(ShardOptions.__annotations__)
-    for name in options:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f"Did you mean {close[0]}? " if close else ""
-            declared, write = f"{name}={options[name]!r}", f"{meant}Write one of {', '.join(known)}"
-            findings.append(Finding("AF108", "error", "", declared, "there is no such option", write))
     if findings:
         raise AnnotationError(findings)
 
 
-def _check_options(options: ShardOptions) -> Iterable[Finding]:
-    """Yield a finding for each option whose value has no meaning."""
+def _usable_options(options: ShardOptions) -> tuple[ShardOptions, list[Finding]]:
+    """Return the options that have a meaning, iterables run through, and a finding for each other."""
+    given: dict[str, Any] = dict(options)
+    ignored = given.get("ignored_params")
+    if isinstance(ignored, Iterable) and not isinstance(ignored, str | torch.Tensor):
+        given["ignored_params"] = tuple(ignored)
+    findings = []
+    for name, finding in _check_options(given):
+        findings.append(finding)
+        if not (name == "policies" and isinstance(given.get(name), Mapping)):  # its other names still count
+            given.pop(name, None)
+    return cast("ShardOptions", given), findings
 
-    def wrong(name: str, why: str, write: str) -> Finding:
-        return Finding("AF108", "error", "", f"{name}={options.get(name)!r}", why, write)
 
+def _check_options(options: Mapping[str, Any]) -> list[tuple[str, Finding]]:
+    """Return (option, finding) for each option that does not exist or whose value has no meaning."""
+    found: list[tuple[str, Finding]] = []
+
+    def wrong(name: str, why: str, write: str) -> None:
+        declared = f"{name}={options.get(name)!r}"
+        found.append((name, Finding("AF108", "error", "", declared, why, write)))
+
+    known = list(ShardOptions.__annotations__)
+    for name in options:
+        if name not in known:
+            meant = did_you_mean(name, known)
+            wrong(name, "there is no such option", f"{meant}Write one of {', '.join(known)}")
     kinds: dict[str, tuple[type, str]] = {
         "mp_policy": (MixedPrecisionPolicy, "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         "offload_policy": (OffloadPolicy, "Write CPUOffloadPolicy()"),
@@ -253,31 +274,31 @@ def _check_options(options: ShardOptions) -> Iterable[Finding]:
         "policies": (Mapping, 'Write policies={"name": MixedPrecisionPolicy(...)}'),
     }
     for name, (kind, write) in kinds.items():
-        value = options.get(name)
-        if value is not None and not isinstance(value, kind):
-            yield wrong(name, f"it is no {kind.__name__}", write)
+        if not isinstance(options.get(name), kind | None):
+            wrong(name, f"it is no {kind.__name__}", write)
     reshard = options.get("reshard_after_forward")
     is_count = isinstance(reshard, int) and (isinstance(reshard, bool) or reshard > 0)
     if reshard is not None and reshard != "except_last" and not is_count:
         write = 'Write True, False, a world size to reshard to, or "except_last"'
-        yield wrong("reshard_after_forward", "it is no value that FSDP2 knows", write)
+        wrong("reshard_after_forward", "it is no value that FSDP2 knows", write)
     if options.get("existing", "error") not in ("error", "keep"):
-        yield wrong("existing", "it has no meaning", 'Write existing="error" or existing="keep"')
+        wrong("existing", "it has no meaning", 'Write existing="error" or existing="keep"')
+    if not isinstance(options.get("check_ranks", True), bool):
+        wrong("check_ranks", "it is not a bool", "Write True or False")
     ignored = options.get("ignored_params")
     if ignored is not None and not _all_parameters(ignored):
-        yield wrong("ignored_params", "it holds something else than parameters", "Pass a set of nn.Parameter")
+        wrong("ignored_params", "it holds something else than parameters", "Pass a set of nn.Parameter")
     policies = options.get("policies")
-    if isinstance(policies, Mapping):
-        for name, problem in check_policies(policies):
-            declared = f"policies={{{name!r}: {policies[name]!r}}}"
-            yield Finding("AF108", "error", "", declared, problem.wrong, problem.write)
-    yield from check_lowering(options.get("lowering", "auto"))
+    policies = policies if isinstance(policies, Mapping) else {}
+    for name, problem in check_policies(policies):
+        declared = f"policies={{{name!r}: {policies[name]!r}}}"
+        found.append(("policies", Finding("AF108", "error", "", declared, problem.wrong, problem.write)))
+    found += [("lowering", finding) for finding in check_lowering(options.get("lowering", "auto"))]
+    return found
 
 
 def _all_parameters(ignored: object) -> bool:
-    return isinstance(ignored, set | frozenset | list | tuple) and all(
-        isinstance(parameter, torch.Tensor) for parameter in ignored
-    )
+    return isinstance(ignored, tuple) and all(isinstance(value, torch.Tensor) for value in ignored)
 
 
 def _unexpected(error: Exception) -> Finding:

@@ -180,9 +180,18 @@ def test_findings_alike_but_for_a_number_are_shown_once() -> None:
     assert "(and 11 more like it)" in " ".join(str(report).split())
 
 
-def test_an_option_without_meaning_is_raised() -> None:
-    with pytest.raises(AnnotationError, match="existing='keeep'"):
-        audit(Model(), existing="keeep")  # type: ignore[arg-type]  # the mistake under test
+def test_an_option_without_meaning_is_a_finding_too() -> None:
+    report = audit(Model(), existing="keeep")  # type: ignore[arg-type]  # the mistake under test
+    assert [(finding.code, finding.declared) for finding in report.errors] == [("AF108", "existing='keeep'")]
+
+
+def test_an_option_that_does_not_exist_is_a_finding_too() -> None:
+    report = audit(Model(), reshard_after=True)  # type: ignore[call-arg]  # the mistake under test
+    assert [str(finding) for finding in report.errors] == [
+        "AF108 error at the root module: reshard_after=True, but there is no such option. Did you mean "
+        "reshard_after_forward? Write one of mp_policy, offload_policy, reshard_after_forward, "
+        "ignored_params, dp_mesh_dims, policies, lowering, existing, check_ranks."
+    ]
 
 
 def test_json_holds_what_the_text_says() -> None:
