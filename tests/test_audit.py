@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from annotate_fsdp import AnnotationError, audit, fsdp_unit, plan_annotated, shard_annotated
+from annotate_fsdp import audit, fsdp_unit, plan_annotated, shard_annotated
 from annotate_fsdp.models.step5 import Step5Config, Step5ForCausalLM
 from annotate_fsdp.render import human_bytes, human_count, printable, render_units
 
