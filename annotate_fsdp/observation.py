@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 
 from annotate_fsdp.plan import dtype_name
+from annotate_fsdp.render import Column, fold_rows, render_table
 
 SCHEMA = "annotate_fsdp.observation/1"
 WIDTH = 99
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class Observation:
             f"{count} {kind.replace('_', '-')} (plan: {verdict.planned_collectives.get(kind, 0)})"
             for kind, count in verdict.collectives.items()
         )
-        lines += ["", f"collectives: {', '.join(counts) or 'not counted'}", *_table(verdict.units)]
+        lines += ["", f"collectives: {', '.join(counts) or 'not counted'}", _table(verdict.units)]
         if verdict.notes:
             lines += ["", "notes", *_wrap(verdict.notes, "  - ")]
         return "\n".join(line.rstrip() for line in lines)
@@ -183,44 +182,30 @@ def _wrap(texts: Iterable[str], bullet: str) -> Iterator[str]:
 
 
 _COLUMNS = (
-    ("unit", 40),
-    ("n", 3),
-    ("class", 14),
-    ("calls", 5),
-    ("again", 5),
-    ("params", 6),
-    ("inputs", 9),
-    ("returned", 9),
+    Column("unit", 40),
+    Column("n", 3),
+    Column("class", 14),
+    Column("calls", 5),
+    Column("again", 5),
+    Column("params", 6),
+    Column("inputs", 9),
+    Column("returned", 9),
 )
 
 
-def _table(units: Iterable[UnitObservation]) -> Iterator[str]:
-    """Yield the unit table, units that differ by a number in their path only as one row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for unit in units:
-        params = [dtype_name(dtype) for dtype in unit.param_dtypes] + ["shard"] * bool(unit.sharded)
-        raw, out = dtype_names(unit.raw_output_dtypes), dtype_names(unit.output_dtypes)
-        cells = (
-            ", ".join(dict.fromkeys(unit.class_names)),
-            str(unit.calls),
-            str(unit.recomputes),
-            "/".join(params) or "-",
-            "/".join(map(dtype_name, unit.input_dtypes)) or "-",
-            (out if raw == out or not raw else f"{raw}>{out}") or "-",
-        )
-        rows.setdefault((_NUMBER.sub("*", unit.name), *cells), []).append(unit.name)
-    yield _row([title for title, _ in _COLUMNS])
-    yield _row(["-" * width for _, width in _COLUMNS])
-    for (pattern, *rest), names in rows.items():
-        name = names[0] if len(names) == 1 else pattern
-        if len(name) > _COLUMNS[0][1]:
-            yield from textwrap.wrap(name, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-            name = ""
-        yield _row([name, str(len(names)), *rest])
+def _table(units: Iterable[UnitObservation]) -> str:
+    """Return the unit table, units that differ by a number in their path only as one row."""
+    return render_table(_COLUMNS, fold_rows((unit.name, _cells(unit)) for unit in units))
 
 
-def _row(cells: Iterable[str]) -> str:
-    parts = []
-    for cell, (_, width) in zip(cells, _COLUMNS, strict=True):
-        parts.append((cell if len(cell) <= width else cell[: width - 1] + "…").ljust(width))
-    return " ".join(parts)
+def _cells(unit: UnitObservation) -> tuple[str, ...]:
+    params = [dtype_name(dtype) for dtype in unit.param_dtypes] + ["shard"] * bool(unit.sharded)
+    raw, out = dtype_names(unit.raw_output_dtypes), dtype_names(unit.output_dtypes)
+    return (
+        ", ".join(dict.fromkeys(unit.class_names)),
+        str(unit.calls),
+        str(unit.recomputes),
+        "/".join(params) or "-",
+        "/".join(map(dtype_name, unit.input_dtypes)) or "-",
+        (out if raw == out or not raw else f"{raw}>{out}") or "-",
+    )

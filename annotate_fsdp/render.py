@@ -45,11 +45,15 @@ UNIT_COLUMNS = (
 
 def render_units(plan: Plan) -> str:
     """Return the plan's unit table, repeated layers folded, at most 100 columns wide."""
-    rows = [
-        (_fold_paths([unit.name for unit in units]), str(len(units)), *cells)
-        for cells, units in _fold_units(plan.units)
-    ]
-    return render_table(UNIT_COLUMNS, rows)
+    return render_table(UNIT_COLUMNS, fold_rows((unit.name, _cells(unit)) for unit in plan.units))
+
+
+def fold_rows(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    """Return one row (paths, how many, cells...) for all paths that differ by numbers only and look alike."""
+    folded: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for path, cells in rows:
+        folded.setdefault((_NUMBER.sub("*", path), cells), []).append(path)
+    return [(_fold_paths(paths), str(len(paths)), *cells) for (_, cells), paths in folded.items()]
 
 
 def render_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
@@ -141,14 +145,6 @@ def _row(columns: Sequence[Column], cells: Sequence[str]) -> str:
             cell = cell[: column.width - 1] + "…"
         parts.append(cell.rjust(column.width) if column.right else cell.ljust(column.width))
     return " ".join(parts).rstrip()
-
-
-def _fold_units(units: Sequence[Unit]) -> list[tuple[tuple[str, ...], list[Unit]]]:
-    """Group units that look alike and whose paths differ by numbers only, in order of appearance."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((_NUMBER.sub("*", unit.name), _cells(unit)), []).append(unit)
-    return [(cells, units) for (_, cells), units in groups.items()]
 
 
 def _cells(unit: Unit) -> tuple[str, ...]:
