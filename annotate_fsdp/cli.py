@@ -107,7 +107,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mp", choices=MP_CHOICES, default="bf16", help="compute dtype (%(default)s)")
-    add("--storage", choices=STORAGE_CHOICES, help="dtype of stored parameters (fp32)")
+    add("--storage", choices=STORAGE_CHOICES, help="dtype of stored parameters (fp32; released: bf16)")
     add("--lowering", choices=LOWERING_CHOICES, default="auto", help="how units are made (%(default)s)")
 
 

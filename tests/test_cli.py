@@ -217,3 +217,16 @@ def test_world_size_is_a_number_or_replicas_by_shards(text: str, sizes: int | tu
 def test_world_size_that_is_neither_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--world-size .*: write a number of ranks"):
         parse_world_size(text)
+
+
+def test_released_step5_is_audited_with_the_storage_of_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "audit.json"
+    command = f"audit step5 --config released --world-size 1024 --lowering unit --json {report}"
+    assert main(command.split()) == 0
+    text = capsys.readouterr().out
+    assert "598,476,021,504 parameters in 533 units; stored: bf16 1.1 TiB, fp32 8.8 MiB" in text
+    assert max(map(len, text.splitlines())) <= 100
+    plan = json.loads(report.read_text())["plan"]
+    assert (plan["numel"], len(plan["units"]), plan["mesh"]) == (598_476_021_504, 533, [1, 1024])

@@ -60,7 +60,8 @@ def build_target(target: str, config: str | None, storage: str | None) -> nn.Mod
         entry = find_model(target)
         check_config(entry, config or "tiny", train=False)
         with torch.device("meta"):
-            return entry.build(config or "tiny", storage or "fp32")
+            # a released checkpoint stores bf16 beside its fp32 parts
+            return entry.build(config or "tiny", storage or ("bf16" if config == "released" else "fp32"))
     for option, value in (("--config", config), ("--storage", storage)):
         if value is not None:
             raise UsageError(f"{option} goes with a reference model; {target} is called without arguments")
