@@ -85,8 +85,10 @@ def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions])
             are listed, on every rank, and nothing was sharded.
         PlanMismatchError: the ranks hold different plans; nothing was sharded.
     """
-    check_call(model, mesh)
+    if unusable := list(_mesh_findings(mesh)):
+        raise AnnotationError(unusable)  # there is nobody to agree with
     try:
+        check_call(model, mesh)
         prepared = prepare(model, mesh, None, options)
         errors, plan = prepared.errors, prepared.plan
     except AnnotationError as error:
@@ -223,21 +225,29 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
 
 
 def check_call(model: object, mesh: object) -> None:
-    """Refuse what no rank can even talk to the others about."""
-    findings = []
+    """Refuse a model that is no module and a mesh that is no mesh of this rank; None is no mesh yet.
+
+    Raises:
+        AnnotationError: either is wrong.
+    """
+    findings = list(_mesh_findings(mesh)) if mesh is not None else []
     if not isinstance(model, nn.Module):
         declared = f"a {type(model).__name__} as model"
         findings.append(Finding("AF108", "error", "", declared, "it is no torch.nn.Module", "Pass the model"))
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        declared = f"a {type(mesh).__name__} as mesh"
-        write = 'Write mesh=init_device_mesh("cuda", (world_size,))'
-        findings.append(Finding("AF108", "error", "", declared, "it is no DeviceMesh", write))
-    elif isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
-        declared = f"a mesh of ranks {mesh.mesh.flatten().tolist()}"
-        write = "Call it on the ranks of the mesh only"
-        findings.append(Finding("AF404", "error", "", declared, "this rank is not one of them", write))
     if findings:
         raise AnnotationError(findings)
+
+
+def _mesh_findings(mesh: object) -> Iterator[Finding]:
+    """Yield why the ranks of `mesh` cannot talk to each other from here."""
+    if not isinstance(mesh, DeviceMesh):
+        declared = f"a {type(mesh).__name__} as mesh"
+        write = 'Write mesh=init_device_mesh("cuda", (world_size,))'
+        yield Finding("AF108", "error", "", declared, "it is no DeviceMesh", write)
+    elif mesh.get_coordinate() is None:
+        declared = f"a mesh of ranks {mesh.mesh.flatten().tolist()}"
+        write = "Call it on the ranks of the mesh only"
+        yield Finding("AF404", "error", "", declared, "this rank is not one of them", write)
 
 
 def _usable_options(options: ShardOptions) -> tuple[ShardOptions, list[Finding]]:
