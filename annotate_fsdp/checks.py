@@ -125,6 +125,40 @@ def check_scalars(facts: Facts) -> Iterator[Finding]:
                 )
 
 
+def check_contiguous(facts: Facts) -> Iterator[Finding]:
+    """AF211: FSDP2 cuts a parameter's memory into shards, so it must lie in order."""
+    parameters = {held.path: held.parameter for held in facts.tree.held}
+    for unit in facts.planned:
+        for path in unit.members:
+            data = parameters[path].data
+            local = data.to_local() if isinstance(data, DTensor) else data
+            if not local.is_contiguous():
+                yield Finding(
+                    "AF211",
+                    "error",
+                    path,
+                    f"a parameter of shape {list(local.shape)} with strides {list(local.stride())}",
+                    "FSDP2 cannot shard memory that is not contiguous",
+                    "Store it as nn.Parameter(parameter.detach().contiguous())",
+                )
+
+
+def check_policy_dtypes(facts: Facts) -> Iterator[Finding]:
+    """AF503: parameters, reductions and outputs need a dtype that torch computes in."""
+    for unit in facts.planned:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(unit.policy, name)
+            if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+                yield Finding(
+                    "AF503",
+                    "error",
+                    unit.path,
+                    f"{name}={dtype} ({unit.provenance})",
+                    "torch does not compute in it",
+                    "Write torch.bfloat16, torch.float16 or torch.float32",
+                )
+
+
 def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
     """AF203: the trainable parameters of a unit are reduced in one buffer and need one dtype."""
     for unit in facts.planned:
@@ -395,6 +429,8 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_inside_sharded,
     check_forward_defined,
     check_scalars,
+    check_contiguous,
+    check_policy_dtypes,
     check_storage_dtypes,
     check_ignored,
     check_forward_methods,

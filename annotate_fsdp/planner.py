@@ -395,7 +395,7 @@ class Planner:
                 is_root=is_root,
             )
         except PolicyProblem as problem:
-            declared = f"policy={spec.policy!r} ({self.draft_of[node].provenance})"
+            declared = f"policy={_policy_text(spec.policy)} ({self.draft_of[node].provenance})"
             self.findings.append(Finding("AF108", "error", path, declared, problem.wrong, problem.write))
             return with_reduce_dtype(self.options.mp_policy)
 
@@ -518,6 +518,11 @@ def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
     data = parameter.data
     local = tuple(data.to_local().shape) if isinstance(data, DTensor) and not is_sharded else shape
     return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
+
+
+def _policy_text(policy: Policy) -> str:
+    """A policy as every rank prints it alike: a callable by its name, not by its address."""
+    return str(getattr(policy, "__qualname__", "a callable")) if callable(policy) else repr(policy)
 
 
 def _dtypes(policy: MixedPrecisionPolicy | None) -> str:

@@ -144,6 +144,42 @@ def test_a_scalar_deep_down_is_named_with_its_whole_path() -> None:
     assert findings(model) == []
 
 
+def test_a_parameter_that_is_not_contiguous_is_named() -> None:
+    model = blocks()
+    weight = nn.Parameter(torch.ones(2, 4).t())
+    model[1].linear.extra = weight
+    assert findings(model) == [
+        "AF211 error at 1.linear.extra: a parameter of shape [4, 2] with strides [1, 4], but FSDP2 cannot "
+        "shard memory that is not contiguous. Store it as nn.Parameter(parameter.detach().contiguous())."
+    ]
+    model[1].linear.extra = nn.Parameter(weight.detach().contiguous())
+    assert findings(model) == []
+
+
+def test_a_dtype_that_torch_does_not_compute_in_is_named_wherever_it_was_said() -> None:
+    float8 = torch.float8_e4m3fn
+    end = "but torch does not compute in it. Write torch.bfloat16, torch.float16 or torch.float32."
+    model = blocks(fsdp_unit(nn.Linear(4, 4), policy=MixedPrecisionPolicy(torch.bfloat16, float8)))
+    fsdp_unit(model[0], output_dtype=float8)
+    assert findings(model) == [
+        f"AF503 error at 0: output_dtype=torch.float8_e4m3fn (instance), {end}",
+        f"AF503 error at 2: reduce_dtype=torch.float8_e4m3fn (instance), {end}",
+    ]
+    policy = MixedPrecisionPolicy(param_dtype=torch.int32)
+    assert {text[:5] for text in findings(blocks(), mp_policy=policy)} == {"AF503"}
+
+
+def test_a_callable_policy_is_named_alike_on_every_rank() -> None:
+    def nothing(base: MixedPrecisionPolicy) -> None:
+        return None
+
+    model = blocks()
+    fsdp_unit(model[0], policy=nothing)  # type: ignore[arg-type]  # the mistake under test
+    (text,) = findings(model)
+    assert "nothing (instance), but the callable returned a NoneType" in text
+    assert "0x" not in text
+
+
 def test_two_trainable_storage_dtypes_in_one_unit_are_named() -> None:
     model = blocks()
     model[0].norm.bfloat16()
