@@ -32,10 +32,6 @@ class Facts:
     dp_mesh_dims: DataParallelMeshDims | None = None
     existing: str = "error"
 
-    def node(self, path: str) -> Node:
-        """Return the node of the unit module at `path`."""
-        return self.by_path[path]
-
     @cached_property
     def by_path(self) -> dict[str, Node]:
         """The nodes by FQN."""
@@ -305,13 +301,23 @@ def check_mesh(facts: Facts) -> Iterator[Finding]:
         wrong = "a 2-D mesh replicates over axis 0 and shards over axis 1, which must be named"
         write = 'Pass mesh_dim_names=("replicate", "shard") to init_device_mesh'
         yield Finding("AF402", "error", "", declared, wrong, write)
-    if dims is not None:
-        asked = (*dims.shard_names, *dims.replicate_names)
-        unknown = [name for name in asked if name not in (names or ())]
-        if unknown or not dims.shard_names:
-            wrong = f"{', '.join(map(repr, unknown))} is not among its axes"
-            wrong = wrong if unknown else "it names no axis to shard over"
-            yield Finding("AF403", "error", "", f"dp_mesh_dims={dims} on {declared}", wrong, axes)
+    if dims is not None and (wrong := _wrong_axes(dims, tuple(names or ()))):
+        yield Finding("AF403", "error", "", f"dp_mesh_dims={dims} on {declared}", wrong, axes)
+
+
+def _wrong_axes(dims: DataParallelMeshDims, names: tuple[str, ...]) -> str:
+    """Why a mesh with these axes cannot be sharded by `dims`; empty if it can."""
+    asked = (*dims.shard_names, *dims.replicate_names)
+    if unknown := [name for name in asked if name not in names]:
+        return f"{', '.join(map(repr, unknown))} is not among its axes"
+    if not dims.shard_names:
+        return "it names no axis to shard over"
+    if len(set(asked)) < len(asked):
+        return "it names an axis twice"
+    for group in (dims.shard_names, dims.replicate_names):
+        if list(group) != sorted(group, key=names.index):
+            return f"{group} is not in the order of its axes"
+    return ""
 
 
 def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:

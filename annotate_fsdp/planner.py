@@ -28,7 +28,6 @@ class PlanOptions:
     reshard_after_forward: Reshard | None = None
     ignored: frozenset[int] = frozenset()
     policies: Mapping[str, Policy] = field(default_factory=dict)
-    lowering: str = "auto"
     mesh: MeshSpec | None = None
 
 

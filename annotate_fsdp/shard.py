@@ -219,7 +219,6 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
         reshard_after_forward=options.get("reshard_after_forward"),
         ignored=frozenset(id(parameter) for parameter in options.get("ignored_params") or ()),
         policies=dict(options.get("policies") or {}),
-        lowering=options.get("lowering", "auto"),
         mesh=spec,
     )
 

@@ -275,6 +275,9 @@ def meshes() -> dict[str, tuple[DeviceMesh, DataParallelMeshDims | None]]:
         "3-D": (cube, None),
         "unnamed 2-D": (init_device_mesh("cpu", (2, 4)), None),
         "unknown axis": (cube, DataParallelMeshDims(shard="d")),
+        "an axis twice": (cube, DataParallelMeshDims(shard="a", replicate="a")),
+        "order": (cube, DataParallelMeshDims(shard=("c", "b"))),
+        "nothing to shard over": (cube, DataParallelMeshDims(replicate="a")),
         "named 2-D": (init_device_mesh("cpu", (2, 4), mesh_dim_names=("r", "s")), None),
         "named axes": (cube, DataParallelMeshDims(shard="a", replicate="b")),
     }
@@ -297,6 +300,18 @@ def test_meshes_that_fsdp_cannot_shard_over_are_named() -> None:
         "unknown axis": [
             f"AF403 error at the root module: dp_mesh_dims={DataParallelMeshDims(shard='d')} on a mesh of 3 "
             f"axes ('a', 'b', 'c'), but 'd' is not among its axes. {AXES}"
+        ],
+        "an axis twice": [
+            f"AF403 error at the root module: dp_mesh_dims={DataParallelMeshDims(shard='a', replicate='a')} "
+            f"on a mesh of 3 axes ('a', 'b', 'c'), but it names an axis twice. {AXES}"
+        ],
+        "order": [
+            f"AF403 error at the root module: dp_mesh_dims={DataParallelMeshDims(shard=('c', 'b'))} on a "
+            f"mesh of 3 axes ('a', 'b', 'c'), but ('c', 'b') is not in the order of its axes. {AXES}"
+        ],
+        "nothing to shard over": [
+            f"AF403 error at the root module: dp_mesh_dims={DataParallelMeshDims(replicate='a')} on a mesh "
+            f"of 3 axes ('a', 'b', 'c'), but it names no axis to shard over. {AXES}"
         ],
         "named 2-D": [],
         "named axes": [],

@@ -12,9 +12,9 @@ from pool import Pool
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 
-from annotate_fsdp import fsdp_forward, fsdp_ignore, fsdp_unit, plan_of, shard_annotated
+from annotate_fsdp import fsdp_forward, fsdp_ignore, fsdp_unit, plan_annotated, plan_of, shard_annotated
 
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -226,6 +226,37 @@ def test_losses_and_gradients_are_the_unsharded_models(ranks: Pool, shape: tuple
         assert list(results) == cases
         wrong = {case: value for case, value in results.items() if not value[0] <= 1e-5 or not value[1]}
         assert wrong == {}
+
+
+AXES = {
+    "HSDP by name": DataParallelMeshDims(shard="b", replicate="a"),
+    "two axes as one": DataParallelMeshDims(shard=("a", "b")),
+    "one of two": DataParallelMeshDims(shard="b"),
+}
+
+
+def worst_over_axes(name: str) -> list[float]:
+    """Two models after each other on one mesh, so that derived meshes are made twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    largest = []
+    for _ in range(2):
+        reference, model = build(as_it_is), build(as_it_is)
+        plan = plan_annotated(model, mesh, mp_policy=FP32, dp_mesh_dims=AXES[name])
+        shard_annotated(model, mesh, mp_policy=FP32, dp_mesh_dims=AXES[name])
+        assert plan_of(model) == plan
+        ids = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(0))
+        part = mesh.get_local_rank("b") if name == "one of two" else dist.get_rank()
+        parts = 2 if name == "one of two" else 4
+        _, want = step(reference, ids)
+        _, got = step(model, ids.chunk(parts)[part])
+        assert got.keys() == want.keys()
+        largest.append(max(float((got[n] - want[n]).abs().max() / want[n].abs().max()) for n in want))
+    return largest
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_named_axes_of_a_mesh_shard_plain_parameters(ranks: Pool, name: str) -> None:
+    assert all(value <= 1e-5 for values in ranks.run(worst_over_axes, name, world=4) for value in values)
 
 
 def ignored_and_synced() -> float:
