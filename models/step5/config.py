@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from annotate_fsdp.models.fields import required_fields
 from annotate_fsdp.models.step5.config_rules import (
     LAYER_TYPES,
     PER_LAYER,
+    SPARSE,
+    TOP,
     LayerType,
     broken_rules,
     broken_sparse_rules,
-    fail,
     released_fields,
     released_sparse_fields,
 )
@@ -40,7 +42,7 @@ class Step5SparseConfig:
 
     def __post_init__(self) -> None:
         for name, value, rule in broken_sparse_rules(self):
-            fail(f"sparse_config.{name}", value, rule)
+            SPARSE.fail(name, value, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +98,10 @@ class Step5Config:
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         if isinstance(self.sparse_config, Mapping):
-            sparse = released_sparse_fields(self.sparse_config, _required(Step5SparseConfig))
+            sparse = released_sparse_fields(self.sparse_config, required_fields(Step5SparseConfig))
             object.__setattr__(self, "sparse_config", Step5SparseConfig(**sparse))
         for name, value, rule in broken_rules(self, Step5SparseConfig):
-            fail(name, value, rule)
+            TOP.fail(name, value, rule)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -113,7 +115,7 @@ class Step5Config:
             ValueError: a key is unknown or missing, or asks for something that this model has not.
         """
         known = {field.name for field in fields(cls)}
-        return cls(**released_fields(values, known, _required(cls)))
+        return cls(**released_fields(values, known, required_fields(cls)))
 
     @classmethod
     def released(cls) -> Self:
@@ -194,8 +196,3 @@ class Step5Config:
     def rotary_dim(self, layer: int) -> int:
         """Return how many leading channels of a head rotate in `layer`."""
         return round(self.head_dim * self.partial_rotary_factors[layer])
-
-
-def _required(cls: type[Step5SparseConfig | Step5Config]) -> tuple[str, ...]:
-    """Return the names of the fields that have no default."""
-    return tuple(field.name for field in fields(cls) if field.default is MISSING)

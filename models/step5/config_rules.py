@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
+
+from annotate_fsdp.models.fields import Broken, Released, broken_counts, broken_positives, is_number
 
 if TYPE_CHECKING:
     from annotate_fsdp.models.step5.config import Step5Config, Step5SparseConfig
 
 LayerType = Literal["sliding_attention", "full_attention"]
-Broken = tuple[str, object, str]  # field, value, rule
 
 LAYER_TYPES: tuple[LayerType, ...] = ("sliding_attention", "full_attention")
 PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
@@ -87,9 +87,13 @@ DUPLICATES: Mapping[str, str] = {
 }
 
 
-def fail(name: str, value: object, rule: str) -> NoReturn:
-    """Raise the ValueError that names the field, its value and the rule it breaks."""
-    raise ValueError(f"Step5Config: {name} is {value!r}, but {rule}")
+TOP = Released(model="Step5Config", ignored=IGNORED_KEYS, fixed=FIXED_VALUES)
+SPARSE = Released(
+    model="Step5Config",
+    prefix="sparse_config.",
+    ignored=IGNORED_SPARSE_KEYS | {"num_provider_groups"},  # which `released_fields` checks
+    fixed=FIXED_SPARSE_VALUES,
+)
 
 
 def released_fields(values: Mapping[str, Any], known: set[str], required: Collection[str]) -> dict[str, Any]:
@@ -104,12 +108,12 @@ def released_fields(values: Mapping[str, Any], known: set[str], required: Collec
         elif name == "rope_scaling":
             # with factor 1 the released scaling formula is the identity
             if value is not None and not (isinstance(value, Mapping) and value.get("factor") == 1):
-                fail(name, value, "this model has plain rotary embeddings only (None, or factor 1.0)")
+                TOP.fail(name, value, "this model has plain rotary embeddings only (None, or factor 1.0)")
         elif name in DUPLICATES:
             _check_duplicate(name, value, DUPLICATES[name], values)
         else:
-            _check_other(name, value, FIXED_VALUES, IGNORED_KEYS, known)
-    _check_missing(required, chosen, "")
+            TOP.check_other(name, value, known)
+    TOP.check_missing(required, chosen)
     sparse = values["sparse_config"]
     if isinstance(sparse, Mapping) and "num_provider_groups" in sparse:
         name = "sparse_config.num_provider_groups"
@@ -119,41 +123,22 @@ def released_fields(values: Mapping[str, Any], known: set[str], required: Collec
 
 def released_sparse_fields(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return the fields among the released sparse configuration's `values`, likewise; all are required."""
-    ignored = IGNORED_SPARSE_KEYS | {"num_provider_groups"}  # which `released_fields` checks
     for name, value in values.items():
         if name not in known:
-            _check_other(f"sparse_config.{name}", value, FIXED_SPARSE_VALUES, ignored, known)
+            SPARSE.check_other(name, value, known)
     chosen = {name: value for name, value in values.items() if name in known}
-    _check_missing(known, chosen, "sparse_config.")
+    SPARSE.check_missing(known, chosen)
     return chosen
 
 
 def _check_duplicate(name: str, value: object, original: str, values: Mapping[str, Any]) -> None:
     if value != values.get(original):
-        fail(name, value, f"it must equal {original}, {values.get(original)!r}")
-
-
-def _check_other(
-    name: str, value: object, fixed: Mapping[str, Any], ignored: Collection[str], known: Collection[str]
-) -> None:
-    """Refuse a key that is no field: unknown, or a switch in a position that this model has not."""
-    key = name.rpartition(".")[2]
-    if key in fixed:
-        if value != fixed[key]:
-            fail(name, value, f"this model knows {fixed[key]!r} only")
-    elif key not in ignored:
-        fail(name, value, f"there is no such field; the fields are {', '.join(sorted(known))}")
-
-
-def _check_missing(required: Collection[str], chosen: Mapping[str, Any], prefix: str) -> None:
-    missing = [prefix + name for name in required if name not in chosen]
-    if missing:
-        raise ValueError(f"Step5Config: no value for {', '.join(missing)}; there is no default")
+        TOP.fail(name, value, f"it must equal {original}, {values.get(original)!r}")
 
 
 def broken_sparse_rules(sparse: Step5SparseConfig) -> Iterator[Broken]:
     """Yield what is wrong with the indexer's sizes."""
-    yield from _broken_counts(sparse, SPARSE_COUNTS)
+    yield from broken_counts(sparse, SPARSE_COUNTS)
     rope, proxy = sparse.sparse_indexer_rope_dim, sparse.proxy_dim
     if rope % 2 or rope > proxy:
         yield "sparse_indexer_rope_dim", rope, f"it must be even and at most proxy_dim, {proxy}"
@@ -164,7 +149,7 @@ def broken_rules(config: Step5Config, sparse_type: type[Step5SparseConfig]) -> I
 
     A later rule may rely on an earlier one: read the first only.
     """
-    yield from _broken_counts(config, COUNTS)
+    yield from broken_counts(config, COUNTS)
     layers, groups, sparse = config.num_hidden_layers, config.num_attention_groups, config.sparse_config
     for name in (*PER_LAYER, "moe_layer_list"):
         value = getattr(config, name)
@@ -184,10 +169,7 @@ def broken_rules(config: Step5Config, sparse_type: type[Step5SparseConfig]) -> I
         yield "num_attention_heads", config.num_attention_heads, rule
     if config.moe_top_k > config.moe_num_experts:
         yield "moe_top_k", config.moe_top_k, f"it must be at most moe_num_experts, {config.moe_num_experts}"
-    for name in ("rms_norm_eps", "moe_router_scaling_factor"):
-        value = getattr(config, name)
-        if not _is_number(value) or value <= 0:
-            yield name, value, "it must be a positive number"
+    yield from broken_positives(config, ("rms_norm_eps", "moe_router_scaling_factor"))
     if config.tie_word_embeddings is not False:
         yield "tie_word_embeddings", config.tie_word_embeddings, "this model knows False only"
     if not isinstance(config.indexer_fp8_rounding, bool):
@@ -199,33 +181,22 @@ def broken_rules(config: Step5Config, sparse_type: type[Step5SparseConfig]) -> I
         yield "sparse_config.sparse_indexer_num_heads", sparse.sparse_indexer_num_heads, rule
 
 
-def _broken_counts(config: object, names: Collection[str]) -> Iterator[Broken]:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield name, value, "it must be a positive integer"
-
-
 def _broken_layer_rules(config: Step5Config, layer: int) -> Iterator[Broken]:
     """Yield what is wrong with the entries of one layer in the per-layer lists."""
     kind = config.layer_types[layer]
     if kind not in LAYER_TYPES:
         yield f"layer_types[{layer}]", kind, f"it must be one of {', '.join(LAYER_TYPES)}"
     theta = config.rope_theta[layer]
-    if not _is_number(theta) or theta <= 0:
+    if not is_number(theta) or theta <= 0:
         yield f"rope_theta[{layer}]", theta, "it must be a positive number"
     factor = config.partial_rotary_factors[layer]
     where = f"partial_rotary_factors[{layer}]"
-    if not _is_number(factor) or not 0 < factor <= 1:
+    if not is_number(factor) or not 0 < factor <= 1:
         yield where, factor, "it must be above 0 and at most 1"
     if config.rotary_dim(layer) % 2 or config.rotary_dim(layer) == 0:
         rotating = f"{config.rotary_dim(layer)} of {config.head_dim} channels would rotate"
         yield where, factor, f"{rotating}; that number must be even and not 0"
     for name in ("swiglu_limits", "swiglu_limits_shared"):
         limit = getattr(config, name)[layer]
-        if limit is not None and (not _is_number(limit) or limit < 0):
+        if limit is not None and (not is_number(limit) or limit < 0):
             yield f"{name}[{layer}]", limit, "it must be None, 0 or a positive number"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from annotate_fsdp.models.experts import run_experts
 from annotate_fsdp.models.step5.config import Step5Config
 from annotate_fsdp.models.step5.linear import init_weight
 from annotate_fsdp.models.step5.mlp import clamped_swiglu
@@ -77,23 +78,18 @@ class Step5Experts(nn.Module):
             weights: `[N, k]` in fp32.
             experts: `[N, k]` expert ids.
         """
-        slots = experts.shape[1]
-        order = experts.flatten().argsort(stable=True)  # the N*k (token, slot) pairs, sorted by expert
-        counts: list[int] = torch.bincount(experts.flatten(), minlength=len(self.down_projs)).tolist()
-        inputs = torch.split(h[order // slots], counts)
-        # unbind, so that the gradient is stacked once and an unused expert's is zero
-        pairs = zip(inputs, self.gate_and_up_projs.unbind(), self.down_projs.unbind(), strict=True)
-        outputs = torch.cat([self._expert(x, gate_up, down) for x, gate_up, down in pairs])
-        by_slot = torch.unflatten(outputs[order.argsort()], 0, (-1, slots))  # [N, k, hidden]
+        # unbind, so that the gradient is stacked once
+        gate_ups, downs = self.gate_and_up_projs.unbind(), self.down_projs.unbind()
+
+        def run(expert: int, x: Tensor, _: Tensor) -> Tensor:
+            gate, up = (x @ gate_ups[expert]).chunk(2, dim=-1)
+            return clamped_swiglu(gate, up, self.limit) @ downs[expert]
+
+        by_slot = run_experts(h, experts, len(downs), run)
         total = torch.zeros_like(h, dtype=torch.float32)
-        for slot in range(slots):
+        for slot in range(experts.shape[1]):
             total = total + weights[:, slot, None] * by_slot[:, slot].float()
         return total.to(h.dtype)
-
-    def _expert(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Return one expert's output for its tokens `x` `[n, hidden]`."""
-        gate, up = (x @ gate_up).chunk(2, dim=-1)
-        return clamped_swiglu(gate, up, self.limit) @ down
 
 
 class Step5MoE(nn.Module):
