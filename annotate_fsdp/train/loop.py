@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -68,10 +69,13 @@ class Trainer:
 
     def backward(self, step: int) -> Tensor:
         """Leave the gradients of step `step`'s global batch; return the mean loss of this rank's rows."""
-        rows = rank_rows(self.settings.batch, self.rank, self.ranks)
+        return self.backward_rows(step, rank_rows(self.settings.batch, self.rank, self.ranks))
+
+    def backward_rows(self, step: int, rows: Iterable[int], weight: float = 1.0) -> Tensor:
+        """Add the gradients of `weight` times the mean loss of some rows; return that mean."""
         losses, _ = run_batch(self.model, self.source.train(self.settings.seed, step, rows))
         loss = losses.mean()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss * weight)
         return loss.detach()
 
     def update(self, step: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from annotate_fsdp.train.batches import rank_rows
 from annotate_fsdp.train.loop import Trainer, full_tensor, mean_over_ranks, plain_name
+from annotate_fsdp.train.registry import Choices
 from annotate_fsdp.train.settings import TrainSettings, UsageError
 
 PARITY_STEPS = 3
@@ -68,24 +69,26 @@ def check_comparable(settings: TrainSettings) -> None:
 
 
 def compare(sharded: Trainer, unsharded: Trainer) -> ParityReport:
-    """Run both for `PARITY_STEPS` steps, each with its own optimizer; compare losses and full gradients.
+    """Run both for `PARITY_STEPS` steps, from the same weights; compare losses and full gradients.
 
-    The unsharded one is the only rank of its own world, and so computes the whole global batch.
+    The unsharded one is the only rank of its own world, and so computes the whole global batch: one rank's
+    share after the other, as a matrix product of other sizes rounds otherwise, which an ill-conditioned
+    gradient shows by more than any fault would. For the same reason both start every step from
+    the weights that the sharded run's optimizer left: an update of AdamW makes noise of gradients near zero.
     """
-    rows = rank_rows(sharded.settings.batch, sharded.rank, sharded.ranks)
     differences: dict[str, float] = {}
     same = True
     for step in range(PARITY_STEPS):
         with sharded.entry.record_choices(sharded.model) as chosen:
             loss = torch.tensor(mean_over_ranks(sharded.backward(step)), dtype=torch.float64)
-        with unsharded.entry.record_choices(unsharded.model) as choices:
-            expected = unsharded.backward(step)
-        same = same and chosen == {name: made[rows.start : rows.stop] for name, made in choices.items()}
+        expected, choices = _backward_by_shares(unsharded, step, sharded.ranks)
+        same = same and chosen == choices[sharded.rank]
         found = {"the loss": relative_difference(loss, expected)}
         found.update(_gradient_differences(sharded.model, unsharded.model))
         differences = {name: max(value, differences.get(name, 0.0)) for name, value in found.items()}
         sharded.update(step)
-        unsharded.update(step)
+        _copy_weights(sharded.model, unsharded.model)
+        unsharded.model.zero_grad()
     where = max(differences, key=differences.__getitem__)
     return ParityReport(
         steps=PARITY_STEPS,
@@ -95,6 +98,17 @@ def compare(sharded: Trainer, unsharded: Trainer) -> ParityReport:
         where=where,
         same_choices=_largest_over_ranks(0.0 if same else 1.0) == 0.0,
     )
+
+
+def _backward_by_shares(unsharded: Trainer, step: int, shares: int) -> tuple[Tensor, list[Choices]]:
+    """Leave the gradients of a step's global batch; return its mean loss, and what each share chose."""
+    losses, choices = [], []
+    for share in range(shares):
+        rows = rank_rows(unsharded.settings.batch, share, shares)
+        with unsharded.entry.record_choices(unsharded.model) as chosen:
+            losses.append(unsharded.backward_rows(step, rows, 1.0 / shares))
+        choices.append(chosen)
+    return torch.stack(losses).mean(), choices
 
 
 def relative_difference(value: Tensor | None, expected: Tensor | None) -> float:
@@ -118,6 +132,14 @@ def _gradient_differences(sharded: nn.Module, unsharded: nn.Module) -> dict[str,
         found[plain_name(name)] = relative_difference(gradient, expected.pop(plain_name(name)))
     assert not expected
     return found
+
+
+def _copy_weights(sharded: nn.Module, unsharded: nn.Module) -> None:
+    """Give the unsharded model the other's weights, one parameter at a time."""
+    others = {plain_name(name): parameter for name, parameter in unsharded.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in sharded.named_parameters():
+            others[plain_name(name)].copy_(full_tensor(parameter))
 
 
 def _largest_over_ranks(value: float) -> float:

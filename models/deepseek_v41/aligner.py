@@ -19,9 +19,10 @@ class DeepseekV41VisionAligner(nn.Module):
     def __init__(self, config: DeepseekV41Config) -> None:
         super().__init__()
         vision, hidden = config.vision_config, config.text_config.hidden_size
+        std = vision.initializer_range
         self.ratio = vision.downsample_ratio
-        self.w1 = DeepseekV41Linear(vision.hidden_size * self.ratio**2, hidden, bias=True)
-        self.w2 = DeepseekV41Linear(hidden, hidden, bias=True)
+        self.w1 = DeepseekV41Linear(vision.hidden_size * self.ratio**2, hidden, std, bias=True)
+        self.w2 = DeepseekV41Linear(hidden, hidden, std, bias=True)
 
     def forward(self, features: Tensor, grid: Grid) -> Tensor:
         """Return the image tokens, image after image, row by row.

@@ -20,8 +20,8 @@ class DeepseekV41GroupedLinear(DeepseekV41Linear):
     weight `[G * out, in]`: the rows of one group after those of the other.
     """
 
-    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, groups * out_features)
+    def __init__(self, groups: int, in_features: int, out_features: int, std: float) -> None:
+        super().__init__(in_features, groups * out_features, std)
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,19 +38,19 @@ class DeepseekV41Attention(nn.Module):
     def __init__(self, config: DeepseekV41TextConfig, layer: int) -> None:
         super().__init__()
         hidden, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
-        groups, eps = config.o_groups, config.rms_norm_eps
+        groups, eps, std = config.o_groups, config.rms_norm_eps, config.initializer_range
         self.heads, self.groups = heads, groups
         self.scale = dim**-0.5
         self.window = config.sliding_window
         self.ratio = config.compress_ratios[layer]
         self.fake_quantization = config.cache_fake_quantization
-        self.wq_a = DeepseekV41Linear(hidden, config.q_lora_rank)
+        self.wq_a = DeepseekV41Linear(hidden, config.q_lora_rank, std)
         self.q_norm = DeepseekV41RMSNorm(config.q_lora_rank, eps)
-        self.wq_b = DeepseekV41Linear(config.q_lora_rank, heads * dim)
-        self.wkv = DeepseekV41Linear(hidden, dim)
+        self.wq_b = DeepseekV41Linear(config.q_lora_rank, heads * dim, std)
+        self.wkv = DeepseekV41Linear(hidden, dim, std)
         self.kv_norm = DeepseekV41RMSNorm(dim, eps)
-        self.wo_a = DeepseekV41GroupedLinear(groups, heads * dim // groups, config.o_lora_rank)
-        self.wo_b = DeepseekV41Linear(groups * config.o_lora_rank, hidden)
+        self.wo_a = DeepseekV41GroupedLinear(groups, heads * dim // groups, config.o_lora_rank, std)
+        self.wo_b = DeepseekV41Linear(groups * config.o_lora_rank, hidden, std)
         self.sinks_param = DeepseekV41FP32Parameter(heads)
         self.rotary_emb = DeepseekV41RotaryEmbedding(config, layer)
         is_source, is_index = (

@@ -41,10 +41,13 @@ class DeepseekV41Compressor(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig, layer: int) -> None:
         super().__init__()
+        std = config.initializer_range
         self.ratio = config.compress_ratios[layer]
-        self.wkv = DeepseekV41FP32Linear(config.hidden_size, config.head_dim)
+        self.wkv = DeepseekV41FP32Linear(config.hidden_size, config.head_dim, std)
         self.norm = DeepseekV41RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.wgate = DeepseekV41FP32Linear(config.hidden_size, config.head_dim) if self.ratio > 1 else None
+        self.wgate = (
+            DeepseekV41FP32Linear(config.hidden_size, config.head_dim, std) if self.ratio > 1 else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed keys of `x` `[B, S, hidden]` without rotation, in its dtype.

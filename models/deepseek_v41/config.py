@@ -67,6 +67,7 @@ class DeepseekV41TextConfig:
     - engram_max_ngram_size: N; the hashes cover the last 2, ..., N tokens, each `engram_n_heads` times.
     - engram_vocab_size: from where the hashes' prime moduli are taken upwards.
     - engram_compressed_vocab_size: number of distinct values in the token map that the model is given.
+    - initializer_range: standard deviation of the initial weights.
     - cache_fake_quantization: round what a cache would hold to fp8, nvfp4 and mxfp4, as the released
       kernels do, with the gradient of the identity.
     - dtype: storage of all parameters but the fp32 islands.
@@ -115,6 +116,7 @@ class DeepseekV41TextConfig:
     engram_head_dim: int = 256
     engram_pad_token_id: int = 2
     engram_compressed_vocab_size: int = 99092
+    initializer_range: float = 0.02
     cache_fake_quantization: bool = True
     dtype: StorageDtype = "bfloat16"
 
@@ -149,6 +151,7 @@ class DeepseekV41VisionConfig:
     - num_hidden_layers: 0 leaves out tower, aligner and image tokens.
     - patch_size: pixels on a patch's edge.
     - downsample_ratio: patches on the edge of the square that becomes one image token.
+    - initializer_range: standard deviation of the initial weights, the aligner's too.
 
     Raises:
         ValueError: a field that no tower can have; the message names field, value and rule.
@@ -161,6 +164,7 @@ class DeepseekV41VisionConfig:
     patch_size: int = 14
     rope_theta: float = 10000.0
     downsample_ratio: int = 3
+    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         for name, value, rule in broken_vision_rules(self):
@@ -242,7 +246,8 @@ class DeepseekV41Config:
 
         Ids 0 to 255 are bytes, 256 pads and 257 stands for images. The five layers are: window only with
         an engram, KV source at ratio 2, reuse, KV and candidate source at ratio 1, reindex. Without fake
-        quantisation, so that sums of another order choose the same keys.
+        quantisation, so that sums of another order choose the same keys. The initial weights are as much
+        larger than the release's as the sums over them are shorter, so that activations are as large.
         """
         return cls(
             text_config=DeepseekV41TextConfig(
@@ -280,6 +285,7 @@ class DeepseekV41Config:
                 engram_head_dim=16,
                 engram_pad_token_id=256,
                 engram_compressed_vocab_size=258,
+                initializer_range=0.15,
                 cache_fake_quantization=False,
                 dtype="float32",
             ),
@@ -290,6 +296,7 @@ class DeepseekV41Config:
                 intermediate_size=64,
                 patch_size=2,
                 downsample_ratio=2,
+                initializer_range=0.15,
             ),
             image_token_id=257,
         )

@@ -57,7 +57,14 @@ COUNTS = (
     "engram_head_dim",
     "engram_compressed_vocab_size",
 )
-POSITIVES = ("rms_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "routed_scaling_factor")
+POSITIVES = (
+    "initializer_range",
+    "rms_norm_eps",
+    "hc_eps",
+    "rope_theta",
+    "compress_rope_theta",
+    "routed_scaling_factor",
+)
 
 # What a released configuration also says. The model does not read these: they describe serving, storage,
 # the tokenizer, image preprocessing, or the draft model, which is another model.
@@ -68,7 +75,6 @@ IGNORED_KEYS = frozenset(
         "auto_map",
         "bos_token_id",
         "eos_token_id",
-        "initializer_range",
         "max_position_embeddings",
         "model_type",
         "pad_token_id",
@@ -200,7 +206,7 @@ def broken_vision_rules(config: DeepseekV41VisionConfig) -> Iterator[Broken]:
         yield "num_hidden_layers", config.num_hidden_layers, "it must be 0 (no tower) or a positive integer"
     counts = ("hidden_size", "num_attention_heads", "intermediate_size", "patch_size", "downsample_ratio")
     yield from broken_counts(config, counts)
-    yield from broken_positives(config, ("rope_theta",))
+    yield from broken_positives(config, ("rope_theta", "initializer_range"))
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or hidden // heads % 4:
         rule = f"hidden_size / num_attention_heads, {hidden} / {heads}, must be an integer divisible by 4"

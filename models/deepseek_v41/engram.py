@@ -32,8 +32,9 @@ class DeepseekV41Engram(nn.Module):
         self.eps = config.rms_norm_eps
         self.q_weight = nn.Parameter(torch.empty(streams, hidden))
         self.k_weight = nn.Parameter(torch.empty(streams, hidden))
-        self.embed = DeepseekV41EngramTable(rows, config.engram_head_dim)
-        self.wkv = DeepseekV41Linear(config.engram_heads * config.engram_head_dim, hidden * (streams + 1))
+        self.embed = DeepseekV41EngramTable(rows, config.engram_head_dim, config.initializer_range)
+        memories = config.engram_heads * config.engram_head_dim
+        self.wkv = DeepseekV41Linear(memories, hidden * (streams + 1), config.initializer_range)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

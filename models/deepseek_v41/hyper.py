@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from annotate_fsdp.marks import fsdp_unit
 from annotate_fsdp.models.deepseek_v41.config import DeepseekV41TextConfig
-from annotate_fsdp.models.deepseek_v41.linear import init_weight
 
 
 class HyperMix(NamedTuple):
@@ -40,6 +39,7 @@ class DeepseekV41HyperConnection(nn.Module):
         self.iterations = config.hc_sinkhorn_iters
         self.eps = config.hc_eps
         self.norm_eps = config.rms_norm_eps
+        self.std = config.initializer_range
         rows = self.streams * (self.streams + 2)
         self.fn = nn.Parameter(torch.empty(rows, self.streams * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(rows, dtype=torch.float32))
@@ -48,7 +48,7 @@ class DeepseekV41HyperConnection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise fn; set base to zero and scale to one."""
-        init_weight(self.fn)
+        nn.init.normal_(self.fn, std=self.std)
         nn.init.zeros_(self.base)
         nn.init.ones_(self.scale)
 

@@ -24,7 +24,7 @@ class DeepseekV41Indexer(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig, layer: int) -> None:
         super().__init__()
-        heads, dim = config.index_n_heads, config.index_head_dim
+        heads, dim, std = config.index_n_heads, config.index_head_dim, config.initializer_range
         makes_keys = layer in config.kv_source_layer_ids
         self.heads = heads
         self.scale = dim**-0.5 * heads**-0.5
@@ -33,9 +33,9 @@ class DeepseekV41Indexer(nn.Module):
         self.fake_quantization = config.cache_fake_quantization
         self.narrows = layer == config.candidate_source_layer_id
         self.blocks, self.block_size = config.candidate_topk_blocks, config.candidate_block_size
-        self.wq_b = DeepseekV41Linear(config.q_lora_rank, heads * dim)
-        self.weights_proj = DeepseekV41Linear(config.hidden_size, heads)
-        self.wk = DeepseekV41Linear(config.head_dim, dim) if makes_keys else None
+        self.wq_b = DeepseekV41Linear(config.q_lora_rank, heads * dim, std)
+        self.weights_proj = DeepseekV41Linear(config.hidden_size, heads, std)
+        self.wk = DeepseekV41Linear(config.head_dim, dim, std) if makes_keys else None
         self.k_norm = DeepseekV41RMSNorm(dim, config.rms_norm_eps) if makes_keys else None
         self.requires_grad_(False)
 

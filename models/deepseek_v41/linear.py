@@ -8,47 +8,49 @@ from torch import Tensor, nn
 
 from annotate_fsdp.marks import fsdp_unit
 
-INIT_STD = 0.02
-
-
-def init_weight(weight: Tensor) -> None:
-    """Fill `weight` in place from a normal of standard deviation 0.02 (`initializer_range`)."""
-    nn.init.normal_(weight, std=INIT_STD)
-
 
 class DeepseekV41Linear(nn.Linear):
-    """Project: `[..., in] -> [..., out]`; weight `[out, in]`, bias `[out]` if asked for."""
+    """Project: `[..., in] -> [..., out]`; weight `[out, in]`, bias `[out]` if asked for.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    The weight is drawn from a normal of standard deviation `std`, as all weights of this model are.
+    """
+
+    def __init__(self, in_features: int, out_features: int, std: float, *, bias: bool = False) -> None:
+        self.std = std  # read while the base class initialises
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         """Initialise the weight in place and set the bias to zero."""
-        init_weight(self.weight)
+        nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class DeepseekV41Embedding(nn.Embedding):
-    """Look up: `[...]` of ids `-> [..., dim]`; weight `[rows, dim]`."""
+    """Look up: `[...]` of ids `-> [..., dim]`; weight `[rows, dim]`, drawn likewise."""
+
+    def __init__(self, rows: int, dim: int, std: float) -> None:
+        self.std = std
+        super().__init__(rows, dim)
 
     def reset_parameters(self) -> None:
         """Initialise the weight in place."""
-        init_weight(self.weight)
+        nn.init.normal_(self.weight, std=self.std)
 
 
 @fsdp_unit(policy="fp32", casts_itself=True)
 class DeepseekV41FP32Linear(nn.Module):
     """Project with an fp32 weight `[out, in]` that is rounded to the input's dtype."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float) -> None:
         super().__init__()
+        self.std = std
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise the weight in place."""
-        init_weight(self.weight)
+        nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out]` for `x` `[..., in]`, in its dtype."""

@@ -21,7 +21,6 @@ from annotate_fsdp.models.deepseek_v41.linear import (
     DeepseekV41FP32Linear,
     DeepseekV41FP32Parameter,
     DeepseekV41Head,
-    init_weight,
 )
 from annotate_fsdp.models.deepseek_v41.norm import DeepseekV41RMSNorm, DeepseekV41VisionRMSNorm
 from annotate_fsdp.models.deepseek_v41.vision import DeepseekV41VisionTransformer, Grid
@@ -51,7 +50,9 @@ class DeepseekV41Model(nn.Module):
         self.image_start, self.image_end, self.image_newline = (
             nn.Parameter(torch.empty(text.hidden_size)) if has_vision else None for _ in range(3)
         )
-        self.embed_tokens = fsdp_unit(DeepseekV41Embedding(text.vocab_size, text.hidden_size))
+        self.embed_tokens = fsdp_unit(
+            DeepseekV41Embedding(text.vocab_size, text.hidden_size, text.initializer_range)
+        )
         self.engram_hash = DeepseekV41EngramHash(text, token_map) if text.engram_layers else None
         self.layers = nn.ModuleDict(
             {str(layer): DeepseekV41Block(text, layer) for layer in range(text.num_hidden_layers)}
@@ -65,7 +66,7 @@ class DeepseekV41Model(nn.Module):
         """Initialise the image markers."""
         for marker in (self.image_start, self.image_end, self.image_newline):
             if marker is not None:
-                init_weight(marker)
+                nn.init.normal_(marker, std=self.config.text_config.initializer_range)
 
     def forward(
         self,
@@ -143,8 +144,9 @@ class DeepseekV41ForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = DeepseekV41Model(config, token_map)
-        self.lm_head = DeepseekV41Head(config.text_config.hidden_size, config.text_config.vocab_size)
-        self.to_storage(STORAGE[config.text_config.dtype])
+        text = config.text_config
+        self.lm_head = DeepseekV41Head(text.hidden_size, text.vocab_size, text.initializer_range)
+        self.to_storage(STORAGE[text.dtype])
 
     def forward(
         self,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from annotate_fsdp.models.deepseek_v41.config import DeepseekV41TextConfig
-from annotate_fsdp.models.deepseek_v41.linear import DeepseekV41Linear, init_weight
+from annotate_fsdp.models.deepseek_v41.linear import DeepseekV41Linear
 from annotate_fsdp.models.experts import run_experts
 
 
@@ -40,6 +40,7 @@ class DeepseekV41Router(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.normalises = config.norm_topk_prob and self.top_k > 1
         self.scaling_factor = config.routed_scaling_factor
+        self.std = config.initializer_range
         self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size))
         for name in ("e_score_correction_bias", "bias_vl"):
             self.register_buffer(name, torch.empty(config.n_routed_experts, dtype=torch.float32))
@@ -47,7 +48,7 @@ class DeepseekV41Router(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the weight and set the biases to zero."""
-        init_weight(self.weight)
+        nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.e_score_correction_bias)
         nn.init.zeros_(self.bias_vl)
 
@@ -81,7 +82,7 @@ class DeepseekV41Experts(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig) -> None:
         super().__init__()
-        self.limit = config.swiglu_limit
+        self.limit, self.std = config.swiglu_limit, config.initializer_range
         experts, hidden, inter = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_and_up_projs = nn.Parameter(torch.empty(experts, hidden, 2 * inter))
         self.down_projs = nn.Parameter(torch.empty(experts, inter, hidden))
@@ -89,8 +90,8 @@ class DeepseekV41Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise both weights in place."""
-        init_weight(self.gate_and_up_projs)
-        init_weight(self.down_projs)
+        nn.init.normal_(self.gate_and_up_projs, std=self.std)
+        nn.init.normal_(self.down_projs, std=self.std)
 
     def forward(self, h: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return the sum over a token's experts: `[N, hidden]`, accumulated in fp32, in the dtype of `h`.
@@ -120,11 +121,11 @@ class DeepseekV41MLP(nn.Module):
 
     def __init__(self, config: DeepseekV41TextConfig) -> None:
         super().__init__()
-        hidden, inter = config.hidden_size, config.moe_intermediate_size
+        hidden, inter, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
         self.limit = config.swiglu_limit
-        self.up_proj = DeepseekV41Linear(hidden, inter)
-        self.gate_proj = DeepseekV41Linear(hidden, inter)
-        self.down_proj = DeepseekV41Linear(inter, hidden)
+        self.up_proj = DeepseekV41Linear(hidden, inter, std)
+        self.gate_proj = DeepseekV41Linear(hidden, inter, std)
+        self.down_proj = DeepseekV41Linear(inter, hidden, std)
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the MLP's output for `h` `[..., hidden]`, in its dtype."""

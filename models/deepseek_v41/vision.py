@@ -21,7 +21,9 @@ class DeepseekV41VisionPatchEmbed(nn.Module):
 
     def __init__(self, config: DeepseekV41VisionConfig) -> None:
         super().__init__()
-        self.proj = DeepseekV41Linear(3 * config.patch_size**2, config.hidden_size, bias=True)
+        self.proj = DeepseekV41Linear(
+            3 * config.patch_size**2, config.hidden_size, config.initializer_range, bias=True
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the embedded patches; `pixels` may have any floating dtype."""
@@ -35,8 +37,9 @@ class DeepseekV41VisionAttention(nn.Module):
     def __init__(self, config: DeepseekV41VisionConfig) -> None:
         super().__init__()
         self.heads = config.num_attention_heads
-        self.wqkv = DeepseekV41Linear(config.hidden_size, 3 * config.hidden_size, bias=True)
-        self.wo = DeepseekV41Linear(config.hidden_size, config.hidden_size, bias=True)
+        hidden, std = config.hidden_size, config.initializer_range
+        self.wqkv = DeepseekV41Linear(hidden, 3 * hidden, std, bias=True)
+        self.wo = DeepseekV41Linear(hidden, hidden, std, bias=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> Tensor:
         """Return the output for `x` `[P, C]`.
@@ -59,8 +62,9 @@ class DeepseekV41VisionMLP(nn.Module):
 
     def __init__(self, config: DeepseekV41VisionConfig) -> None:
         super().__init__()
-        self.w1 = DeepseekV41Linear(config.hidden_size, 2 * config.intermediate_size)
-        self.w2 = DeepseekV41Linear(config.intermediate_size, config.hidden_size)
+        hidden, inter, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.w1 = DeepseekV41Linear(hidden, 2 * inter, std)
+        self.w2 = DeepseekV41Linear(inter, hidden, std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP's output for `x` `[P, C]`."""
