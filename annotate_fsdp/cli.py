@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from annotate_fsdp.errors import AnnotationError
 from annotate_fsdp.train.settings import (
     DEFAULT_RANKS,
+    IMAGE_BATCH,
     LOWERING_CHOICES,
     MP_CHOICES,
     STORAGE_CHOICES,
@@ -55,7 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser; `run` of its result is the function of the chosen command."""
     parser = _Parser(prog="annotate-fsdp", description="FSDP2 layouts from marks in the model's own source.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands.add_parser("train", help="train a reference model on Python's standard library"))
+    _add_train(
+        commands.add_parser(
+            "train", help="train a reference model on Python's standard library, or on images"
+        )
+    )
     _add_audit(commands.add_parser("audit", help="say what sharding a model would do, and what is wrong"))
     return parser
 
@@ -72,7 +77,8 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help=f"local ranks ({DEFAULT_RANKS}; under torchrun, its own)",
     )
     add("--steps", type=int, default=default.steps, metavar="N", help="length of the run (%(default)s)")
-    add("--batch", type=int, default=default.batch, metavar="N", help="rows in a global batch (%(default)s)")
+    rows = f"rows in a global batch ({default.batch}; with --images {IMAGE_BATCH})"
+    add("--batch", type=int, metavar="N", help=rows)
     add(
         "--sequence-length",
         type=int,
@@ -116,6 +122,8 @@ def _train(arguments: argparse.Namespace) -> int:
     from annotate_fsdp.train.launch import LaunchError, run_here, run_ranks, torchrun_world
 
     options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
+    if arguments.images:
+        options.setdefault("batch", IMAGE_BATCH)
     world = torchrun_world()
     if world is not None and options.setdefault("ranks", world[1]) != world[1]:
         raise UsageError(f"--ranks {options['ranks']}: torchrun started {world[1]} ranks; leave it out")

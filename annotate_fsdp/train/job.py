@@ -45,7 +45,10 @@ def check_run(settings: TrainSettings) -> int:
         UsageError: with one line that names the option and what to write.
     """
     check_settings(settings)
-    check_config(find_model(settings.model), settings.config, train=True)
+    entry = find_model(settings.model)
+    check_config(entry, settings.config, train=True)
+    if settings.images:
+        find_source(entry, settings.config, settings.images, settings.sequence_length)
     if settings.check_parity:
         check_comparable(settings)
     if settings.checkpoint_dir is None:

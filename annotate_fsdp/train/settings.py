@@ -12,6 +12,7 @@ MP_CHOICES = ("bf16", "fp32")
 STORAGE_CHOICES = ("fp32", "bf16")
 LOWERING_CHOICES = ("auto", "unit", "group", "fold")
 DEFAULT_RANKS = 2
+IMAGE_BATCH = 32  # rows are short with images
 
 
 class UsageError(Exception):
@@ -33,7 +34,7 @@ class TrainSettings:
     - check_parity: compare with a reference run before training.
     - checkpoint_dir, checkpoint_every, resume: where and how often to save, and whether to go on from there.
     - seed: decides the initial weights and the batches.
-    - batch, sequence_length: rows of the global batch, and bytes predicted per row.
+    - batch, sequence_length: rows of the global batch, and bytes predicted per row of text.
     - lr: peak learning rate of AdamW.
     - json: file to write the run's figures to.
     """
