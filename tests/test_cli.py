@@ -88,7 +88,7 @@ def test_help_is_no_mistake(argv: list[str], capsys: pytest.CaptureFixture[str])
             "train step5 --steps x",
             "argument --steps: invalid int value: 'x' (see annotate-fsdp train --help)",
         ),
-        ("train step6", "there is no model 'step6'; write one of step5"),
+        ("train step6", "there is no model 'step6'; write one of deepseek_v41, step5"),
         ("train step5 --config released", "--config released: step5 offers tiny here"),
         ("train step5 --ranks 0", "--ranks 0: write a number of at least 1"),
         ("train step5 --steps -1", "--steps -1: write a number of at least 1"),
@@ -108,7 +108,7 @@ def test_help_is_no_mistake(argv: list[str], capsys: pytest.CaptureFixture[str])
             "--check-parity needs --mp fp32 and --storage fp32: bf16 rounds gradients before they are summed "
             "over the ranks, so a sharded run differs from an unsharded one by more than any fault would",
         ),
-        ("audit step6", "there is no target 'step6'; write step5 or package.module:callable"),
+        ("audit step6", "there is no target 'step6'; write deepseek_v41, step5 or package.module:callable"),
         ("audit step5 --config small", "--config small: step5 offers tiny, released here"),
         ("audit step5 --json .", "--json .: that is a directory; write the name of a file"),
         (

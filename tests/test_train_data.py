@@ -9,17 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from annotate_fsdp.train.data import (
-    HELD_OUT_WINDOWS,
-    Corpus,
-    held_out_batch,
-    is_held_out,
-    list_sources,
-    load_corpus,
-    rank_rows,
-    train_batch,
-    window_starts,
-)
+from annotate_fsdp.train.batches import rank_rows
+from annotate_fsdp.train.data import Corpus, Text, is_held_out, list_sources, load_corpus, window_starts
 from annotate_fsdp.train.settings import UsageError
 
 SMALL = Corpus(train=torch.arange(200, dtype=torch.uint8), held_out=torch.arange(100, dtype=torch.uint8))
@@ -86,13 +77,15 @@ def test_rows_of_the_ranks_partition_the_global_batch(share: int, ranks: int) ->
 def test_batches_of_the_ranks_are_the_global_batch_whatever_their_number(
     seed: int, step: int, ranks: int, length: int
 ) -> None:
-    whole = train_batch(SMALL, seed, step, range(8), length)
-    parts = [train_batch(SMALL, seed, step, rank_rows(8, rank, ranks), length) for rank in range(ranks)]
-    for index in (0, 1):
-        assert torch.equal(torch.cat([part[index] for part in parts]), whole[index])
-    inputs, targets = whole
-    assert inputs.shape == targets.shape == (8, length)
-    assert torch.equal(targets, inputs + 1)  # the text counts upwards, and the target is the next byte
+    text = Text(SMALL, length)
+    whole = text.train(seed, step, range(8))
+    parts = [text.train(seed, step, rank_rows(8, rank, ranks)) for rank in range(ranks)]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
+    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
+    assert whole.inputs.shape == whole.targets.shape == (8, length)
+    assert torch.equal(
+        whole.targets, whole.inputs + 1
+    )  # the text counts upwards, and the target is the next byte
 
 
 def test_starts_of_windows_are_what_they_always_were() -> None:
@@ -107,10 +100,11 @@ def test_starts_of_windows_reach_both_ends_of_the_text() -> None:
 
 
 def test_held_out_windows_are_spread_over_all_held_out_bytes() -> None:
-    inputs, targets = held_out_batch(SMALL, range(HELD_OUT_WINDOWS), 10)
-    assert inputs[0, 0] == 0
-    assert int(inputs[:, 0].max()) > 80
-    assert torch.equal(targets, inputs + 1)
+    text = Text(SMALL, 10)
+    batch = text.held_out(range(text.held_out_rows))
+    assert batch.inputs[0, 0] == 0
+    assert int(batch.inputs[:, 0].max()) > 80
+    assert torch.equal(batch.targets, batch.inputs + 1)
 
 
 def test_batch_that_ranks_cannot_share_is_a_usage_error() -> None:
@@ -121,5 +115,5 @@ def test_batch_that_ranks_cannot_share_is_a_usage_error() -> None:
 
 def test_sequence_longer_than_the_text_is_a_usage_error() -> None:
     with pytest.raises(UsageError) as error:
-        train_batch(SMALL, 0, 0, range(1), 200)
+        Text(SMALL, 200).train(0, 0, range(1))
     assert str(error.value) == "--sequence-length 200 is longer than the text; write at most 199"

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from annotate_fsdp import plan_of, shard_annotated
 from annotate_fsdp.models.step5.decoder import Step5DecoderLayer
-from annotate_fsdp.train.data import load_corpus
+from annotate_fsdp.train.data import Text, load_corpus
 from annotate_fsdp.train.job import build_model, mixed_precision, train_rank
 from annotate_fsdp.train.loop import Trainer, full_tensor, make_optimizer
 from annotate_fsdp.train.parity import compare
@@ -75,7 +75,8 @@ def trainer_by(settings: TrainSettings, by_hand: bool) -> Trainer:
     else:
         shard_annotated(model, mesh, mp_policy=mixed_precision(settings), lowering="unit")
     optimizer = make_optimizer(model, settings.lr)
-    return Trainer(settings, entry, load_corpus(), model, optimizer, dist.get_rank(), settings.ranks)
+    source = Text(load_corpus(), settings.sequence_length)
+    return Trainer(settings, entry, source, model, optimizer, dist.get_rank(), settings.ranks)
 
 
 def trained_by_hand_and_by_marks(argument: dict[str, Any]) -> bool:
@@ -100,7 +101,7 @@ def parity_with_a_fault(argument: dict[str, Any], fault: str) -> tuple[bool, str
     sharded = trainer_by(settings, by_hand=False)
     whole = build_model(settings, sharded.entry)
     optimizer = make_optimizer(whole, settings.lr)
-    unsharded = Trainer(settings, sharded.entry, sharded.corpus, whole, optimizer, rank=0, ranks=1)
+    unsharded = Trainer(settings, sharded.entry, sharded.source, whole, optimizer, rank=0, ranks=1)
     if fault == "gradient":
         whole.get_parameter("lm_head.weight").register_hook(double_gradient)
     else:
