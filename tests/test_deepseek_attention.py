@@ -366,12 +366,13 @@ def test_padding_on_the_left_and_a_mask_of_another_shape_are_refused() -> None:
         model(ids, attention_mask=mask[:, :16])
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 9])
 @pytest.mark.parametrize("candidate", [-1, 1, 3])
-def test_short_sequences_run(length: int, candidate: int) -> None:
-    logits = lively(candidate_source_layer_id=candidate)(torch.arange(length)[None])
-    assert logits.shape == (1, length, 258)
-    assert logits.isfinite().all()
+def test_short_sequences_run(candidate: int) -> None:
+    model = lively(candidate_source_layer_id=candidate)
+    for length in (1, 2, 3, 8, 9):
+        logits = model(torch.arange(length)[None])
+        assert logits.shape == (1, length, 258)
+        assert logits.isfinite().all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours_in_the_batch() -> None:

@@ -44,6 +44,12 @@ def lively(config: DeepseekV41Config = TINY) -> DeepseekV41ForCausalLM:
     return model
 
 
+@pytest.fixture(scope="module")
+def model() -> DeepseekV41ForCausalLM:
+    """One that no test changes."""
+    return lively()
+
+
 def tower_of() -> DeepseekV41VisionTransformer:
     torch.manual_seed(0)
     tower = DeepseekV41VisionTransformer(TINY.vision_config)
@@ -166,8 +172,8 @@ def test_images_do_not_see_each_other() -> None:
     assert not torch.allclose(merged, both[:6], atol=0.01), "where a patch stands matters"
 
 
-def test_two_images_in_a_batch_are_each_as_alone() -> None:
-    model, pixels = lively(), normal(6 + 4, 3, 2, 2)
+def test_two_images_in_a_batch_are_each_as_alone(model: DeepseekV41ForCausalLM) -> None:
+    pixels = normal(6 + 4, 3, 2, 2)
     first, second = row_of(7, 8, (2, 3)), row_of((4, 1), 5)
     ids, types = inputs_of(first, second)
     logits = model(ids, pixels, [(2, 3), (4, 1)], types)
@@ -313,18 +319,21 @@ def changed(tensor: Tensor, at: int, value: int) -> Tensor:
         ),
     ],
 )
-def test_images_that_do_not_fit_are_refused(inputs: Any, message: str) -> None:
-    model = lively()
-    model(IDS, PIXELS, GRID, TYPES)
+def test_images_that_do_not_fit_are_refused(inputs: Any, message: str, model: DeepseekV41ForCausalLM) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         model(*inputs)
 
 
-def test_long_spans_are_counted_but_not_listed() -> None:
+def test_images_that_fit_are_accepted(model: DeepseekV41ForCausalLM) -> None:
+    for grid in (GRID, torch.tensor(GRID)):
+        assert model(IDS, PIXELS, grid, TYPES).isfinite().all()
+
+
+def test_long_spans_are_counted_but_not_listed(model: DeepseekV41ForCausalLM) -> None:
     ids, types = inputs_of(row_of((12, 12), 9))
     message = "types: the images of grid span 44 tokens, but types has 43 tokens"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        lively()(ids, normal(144, 3, 2, 2), [(12, 12)], changed(types, 1, -1))
+        model(ids, normal(144, 3, 2, 2), [(12, 12)], changed(types, 1, -1))
 
 
 def test_a_model_without_a_tower_has_no_image_parts_and_refuses_pixels() -> None:
