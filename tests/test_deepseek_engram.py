@@ -197,6 +197,18 @@ def test_a_vocabulary_that_is_not_the_compressed_one_needs_a_map() -> None:
         DeepseekV41ForCausalLM(config_of(engram_compressed_vocab_size=100))
 
 
+def test_a_pad_token_beyond_the_vocabulary_needs_a_map() -> None:
+    config = config_of(engram_pad_token_id=258)
+    message = (
+        "engram_pad_token_id is 258, beyond the vocabulary of 258 tokens, and no token_map says its class"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DeepseekV41ForCausalLM(config)
+    ids = torch.arange(4)[None]
+    assert DeepseekV41ForCausalLM(config, list(range(258)) + [0])(ids).isfinite().all()
+    assert DeepseekV41ForCausalLM(config_of(engram_pad_token_id=257))(ids).isfinite().all()
+
+
 def test_the_hashs_numbers_are_not_saved_and_come_back_after_meta() -> None:
     config = config_of(**TWO, engram_compressed_vocab_size=100)
     token_map = [token % 100 for token in range(258)]
