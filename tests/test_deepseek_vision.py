@@ -329,6 +329,29 @@ def test_images_that_fit_are_accepted(model: DeepseekV41ForCausalLM) -> None:
         assert model(IDS, PIXELS, grid, TYPES).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("types", "image"),
+    [
+        ([[0, 1, 2, -1, 3]], 0),
+        ([[-1, 0, 1], [2, 3, -1]], 0),
+        ([[0, 1, 2, 3, -1], [0, 1, -1, 2, 3]], 1),
+    ],
+)
+def test_a_span_that_text_or_the_end_of_a_row_tears_apart_is_refused(
+    types: list[list[int]], image: int, model: DeepseekV41ForCausalLM
+) -> None:
+    kinds = torch.tensor(types)
+    ids, count = torch.where(kinds >= 0, IMAGE, 7), image + 1
+    message = f"types: image {image} must span 4 consecutive positions of one row"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        model(ids, normal(4 * count, 3, 2, 2), [(2, 2)] * count, kinds)
+
+
+def test_images_may_follow_each_other_directly(model: DeepseekV41ForCausalLM) -> None:
+    ids, types = inputs_of(row_of((2, 2), (1, 1)), row_of((2, 2), (2, 1)))
+    assert model(ids, normal(11, 3, 2, 2), [(2, 2), (1, 1), (2, 2), (2, 1)], types).isfinite().all()
+
+
 def test_long_spans_are_counted_but_not_listed(model: DeepseekV41ForCausalLM) -> None:
     ids, types = inputs_of(row_of((12, 12), 9))
     message = "types: the images of grid span 44 tokens, but types has 43 tokens"
