@@ -317,6 +317,16 @@ RULES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"rope_scaling": None},
     ),
     (
+        {"compress_rope_theta": 1.0},
+        "compress_rope_theta is 1.0, but it must be above 1 where YaRN stretches it",
+        {"compress_rope_theta": 1.0, "rope_scaling": None},
+    ),
+    (
+        {"compress_rope_theta": 1},
+        "compress_rope_theta is 1, but it must be above 1 where YaRN stretches it",
+        {"compress_rope_theta": 1.01},
+    ),
+    (
         {"num_hidden_layers": 6},
         "compress_ratios is (0, 2, 2, 1, 1), but it must hold an entry for each of 6 layers, not 5",
         {"num_hidden_layers": 5},
