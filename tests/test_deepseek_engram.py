@@ -205,7 +205,7 @@ def test_a_pad_token_beyond_the_vocabulary_needs_a_map() -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DeepseekV41ForCausalLM(config)
     ids = torch.arange(4)[None]
-    assert DeepseekV41ForCausalLM(config, list(range(258)) + [0])(ids).isfinite().all()
+    assert DeepseekV41ForCausalLM(config, [*range(258), 0])(ids).isfinite().all()
     assert DeepseekV41ForCausalLM(config_of(engram_pad_token_id=257))(ids).isfinite().all()
 
 

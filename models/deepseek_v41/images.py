@@ -63,8 +63,8 @@ def check_types(config: DeepseekV41Config, ids: Tensor, types: Tensor | None, gr
     """Return which tokens belong to images, bool `[B, S]`, None without images.
 
     Raises:
-        ValueError: the spans in `types` are not those of `grid`, one of them is torn apart, or an id in them is
-            not the image's.
+        ValueError: the spans in `types` are not those of `grid`, one is torn apart, or an id in them is not
+            the image's.
     """
     if types is None:
         if grid:
