@@ -138,6 +138,8 @@ def broken_text_rules(config: DeepseekV41TextConfig) -> Iterator[Broken]:
             yield name, getattr(config, name), "it must be True or False"
     if config.dtype not in STORAGE_DTYPES:
         yield "dtype", config.dtype, f"it must be one of {', '.join(STORAGE_DTYPES)}"
+    if config.rope_scaling is not None and config.compress_rope_theta <= 1:
+        yield "compress_rope_theta", config.compress_rope_theta, "it must be above 1 where YaRN stretches it"
     yield from _broken_schedule(config)
     yield from _broken_engram(config)
 

@@ -68,6 +68,11 @@ class DeepseekV41EngramHash(nn.Module):
                 f"{config.engram_compressed_vocab_size} classes, but no token_map says which; pass the "
                 "tokenizer's map to DeepseekV41ForCausalLM(config, token_map=...)"
             )
+        if config.engram_pad_token_id >= config.vocab_size:
+            raise ValueError(
+                f"engram_pad_token_id is {config.engram_pad_token_id}, beyond the vocabulary of "
+                f"{config.vocab_size} tokens, and no token_map says its class"
+            )
         return torch.arange(config.vocab_size)
 
     def forward(self, ids: Tensor, blocked: Tensor | None = None) -> Tensor:

@@ -63,7 +63,8 @@ def check_types(config: DeepseekV41Config, ids: Tensor, types: Tensor | None, gr
     """Return which tokens belong to images, bool `[B, S]`, None without images.
 
     Raises:
-        ValueError: the spans in `types` are not those of `grid`, or an id in them is not the image's.
+        ValueError: the spans in `types` are not those of `grid`, one is torn apart, or an id in them is not
+            the image's.
     """
     if types is None:
         if grid:
@@ -73,7 +74,8 @@ def check_types(config: DeepseekV41Config, ids: Tensor, types: Tensor | None, gr
         raise ValueError(f"types: {list(types.shape)} for ids {list(ids.shape)}")
     is_image = types >= 0
     ratio = config.vision_config.downsample_ratio
-    expected = [kind for rows, columns in grid for kind in image_span(rows, columns, ratio)]
+    spans = [image_span(rows, columns, ratio) for rows, columns in grid]
+    expected = [kind for span in spans for kind in span]
     found = types[is_image].tolist()
     if found != expected:
         raise ValueError(
@@ -81,6 +83,10 @@ def check_types(config: DeepseekV41Config, ids: Tensor, types: Tensor | None, gr
         )
     if not grid:
         return None
+    for image, places in enumerate(is_image.nonzero().split([len(span) for span in spans])):
+        (row, first), last = places[0].tolist(), places[-1].tolist()
+        if last != [row, first + len(places) - 1]:
+            raise ValueError(f"types: image {image} must span {len(places)} consecutive positions of one row")
     if bool((ids[is_image] != config.image_token_id).any()):
         raise ValueError(f"ids: every token of an image must be image_token_id, {config.image_token_id}")
     return is_image
