@@ -1,9 +1,7 @@
 """DeepSeek-V4.1 once more, as slowly as it can be said: one sequence, position, head, stream and expert at a
 time, in fp64.
 
-Only the cache's fake quantisation computes in fp32, since what it rounds to depends on that. `margin` tells by
-how much the nearest discrete choice or rounding was decided: below some 1e-5, sums of another order or precision
-may decide it otherwise, and everything after it differs.
+Only the cache's fake quantisation computes in fp32, since what it rounds to depends on that.
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ class State:
     keys: list[Array]
     is_valid: list[bool]
     index_keys: list[Array]
-    candidates: list[list[bool]] | None = None
+    candidates: list[list[int]] | None = None
     chosen: list[list[int]] = field(default_factory=list)
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / math.sqrt(float(np.mean(x * x)) + eps) * weight
+    scaled: Array = x / math.sqrt(float(np.mean(x * x)) + eps) * weight
+    return scaled
 
 
 def sigmoid(x: float) -> float:
@@ -56,7 +55,7 @@ def gelu(x: Array) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    exponentials = np.exp(x - x.max())
+    exponentials: Array = np.exp(x - x.max())
     return exponentials / exponentials.sum()
 
 
@@ -73,7 +72,7 @@ def frequencies(config: Any, is_compressed: bool) -> list[float]:
 
     def correction(beta: float) -> float:
         turns = yarn.original_max_position_embeddings / (beta * 2 * math.pi)
-        return dim * math.log(turns) / (2 * math.log(theta))
+        return float(dim * math.log(turns) / (2 * math.log(theta)))
 
     low = max(math.floor(correction(yarn.beta_fast)), 0)
     high = min(math.ceil(correction(yarn.beta_slow)), dim - 1)
@@ -103,16 +102,16 @@ def is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
-def hash_primes(config: Any) -> list[list[list[int]]]:
+def hash_primes(engrams: int, orders: int, heads: int, least: int) -> list[list[list[int]]]:
     """primes[engram][order - 2][head]"""
     used: set[int] = set()
     primes: list[list[list[int]]] = []
-    for _ in config.engram_layer_ids:
+    for _ in range(engrams):
         primes.append([])
-        for _ in range(2, config.engram_max_ngram_size + 1):
+        for _ in range(orders):
             primes[-1].append([])
-            candidate = config.engram_vocab_size - 1
-            while len(primes[-1][-1]) < config.engram_n_heads:
+            candidate = least - 1
+            while len(primes[-1][-1]) < heads:
                 candidate += 1
                 if candidate not in used and is_prime(candidate):
                     used.add(candidate)
@@ -130,7 +129,9 @@ def hashed_rows(
     config: Any, layer: int, ids: Sequence[int], is_blocked: Sequence[bool], token_map: Sequence[int]
 ) -> list[list[int]]:
     """rows[position]: the table rows that the engram of `layer` reads, in the order of its input."""
-    primes = hash_primes(config)[config.engram_layer_ids.index(layer)]
+    orders, heads, least = config.engram_max_ngram_size - 1, config.engram_n_heads, config.engram_vocab_size
+    every = hash_primes(len(config.engram_layer_ids), orders, heads, least)
+    primes = every[config.engram_layer_ids.index(layer)]
     multipliers = hash_multipliers(config, layer)
     rows: list[list[int]] = []
     for position in range(len(ids)):
