@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -225,10 +226,13 @@ def _read(name: str, *places: object) -> Any:
 
 def _axis(mesh: DeviceMesh, axes: str | tuple[str, ...]) -> DeviceMesh | None:
     """Return the sub-mesh of named axes, flattened ones among them; None if there is none."""
-    try:
-        return mesh[axes]
-    except KeyError:
-        return None
+    with warnings.catch_warnings():
+        # torch gives no other way to a flattened axis; where it will give none, it is as if not flattened
+        warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+        try:
+            return mesh[axes]
+        except KeyError:
+            return None
 
 
 def _axis_size(mesh: object, axis: str) -> int:
