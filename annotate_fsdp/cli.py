@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     default = TrainSettings(model="")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a reference model, such as step5")
+    add("model", metavar="MODEL", help="a reference model: step5 or deepseek_v41")
     add("--config", default=default.config, metavar="NAME", help="its configuration (%(default)s)")
     add(
         "--ranks",
@@ -83,6 +83,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--lr", type=float, default=default.lr, metavar="X", help="peak learning rate (%(default)s)")
     add("--seed", type=int, default=default.seed, metavar="N", help="of weights and batches (%(default)s)")
     _add_layout(parser)
+    add("--images", action="store_true", help="train on scikit-learn's digits, with their names as text")
     add("--activation-checkpointing", action="store_true", help="recompute each layer in the backward")
     add("--check-parity", action="store_true", help="compare three steps with a reference before training")
     add("--checkpoint-dir", metavar="DIR", help="save here at the end")

@@ -6,7 +6,6 @@ it, so runs on 1, 2 and 4 ranks see the same global batches.
 
 from __future__ import annotations
 
-import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from annotate_fsdp.train.batches import Batch, stable_hash
 from annotate_fsdp.train.settings import UsageError
 
 # Packages that no distribution splits off; sources of others would make the corpus differ more than need be.
@@ -58,7 +58,7 @@ def list_sources(root: Path) -> list[str]:
 
 def is_held_out(name: str) -> bool:
     """Whether a file is kept from training; depends on its name alone."""
-    return _stable_hash(name) % HELD_OUT_ONE_IN == 0
+    return stable_hash(name) % HELD_OUT_ONE_IN == 0
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
@@ -78,19 +78,6 @@ def load_corpus(root: Path | None = None) -> Corpus:
     return corpus
 
 
-def rank_rows(batch: int, rank: int, ranks: int) -> range:
-    """Return the rows of a global batch that are this rank's; the ranks' rows partition the batch.
-
-    Raises:
-        UsageError: the rows cannot be split evenly. Ranks of unequal share would weigh tokens unequally,
-            as FSDP averages the ranks' gradients.
-    """
-    if batch % ranks:
-        raise UsageError(f"a global batch of {batch} rows cannot be split evenly over {ranks} ranks")
-    share = batch // ranks
-    return range(rank * share, (rank + 1) * share)
-
-
 def window_starts(size: int, seed: int, step: int, rows: Iterable[int], length: int) -> list[int]:
     """Return where the given rows of step `step`'s global batch start in `size` bytes.
 
@@ -98,30 +85,40 @@ def window_starts(size: int, seed: int, step: int, rows: Iterable[int], length: 
         UsageError: not even one window fits.
     """
     choices = _count_windows(size, length)
-    return [_stable_hash(f"{seed}/{step}/{row}") % choices for row in rows]
+    return [stable_hash(f"{seed}/{step}/{row}") % choices for row in rows]
 
 
-def train_batch(
-    corpus: Corpus, seed: int, step: int, rows: Iterable[int], length: int
-) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets) of the given rows, each int64 [rows, length]; targets are the next bytes."""
-    return _windows(corpus.train, window_starts(len(corpus.train), seed, step, rows, length), length)
+@dataclass(frozen=True)
+class Text:
+    """Windows of a corpus, `length` bytes to read and as many to predict."""
 
+    corpus: Corpus
+    length: int
 
-def held_out_batch(corpus: Corpus, rows: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets) of some of the `HELD_OUT_WINDOWS` fixed windows of the held-out bytes."""
-    choices = _count_windows(len(corpus.held_out), length)
-    return _windows(corpus.held_out, [row * choices // HELD_OUT_WINDOWS for row in rows], length)
+    @property
+    def held_out_rows(self) -> int:
+        """Number of the fixed windows of the held-out bytes."""
+        return HELD_OUT_WINDOWS
+
+    @property
+    def chance(self) -> None:
+        """There are no images to guess."""
+
+    def train(self, seed: int, step: int, rows: Iterable[int]) -> Batch:
+        """Return the given rows of a step's global batch."""
+        text = self.corpus.train
+        return _windows(text, window_starts(len(text), seed, step, rows, self.length), self.length)
+
+    def held_out(self, rows: Iterable[int]) -> Batch:
+        """Return some of the held-out windows, by number."""
+        choices = _count_windows(len(self.corpus.held_out), self.length)
+        starts = [row * choices // HELD_OUT_WINDOWS for row in rows]
+        return _windows(self.corpus.held_out, starts, self.length)
 
 
 def _read(root: Path, names: Iterable[str]) -> Tensor:
     content = bytearray().join((root / name).read_bytes() for name in names)
     return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-
-
-def _stable_hash(text: str) -> int:
-    """Return 64 bits that are the same on every machine, unlike `hash`."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _count_windows(size: int, length: int) -> int:
@@ -130,6 +127,6 @@ def _count_windows(size: int, length: int) -> int:
     return size - length
 
 
-def _windows(text: Tensor, starts: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+def _windows(text: Tensor, starts: Sequence[int], length: int) -> Batch:
     windows = torch.stack([text[start : start + length + 1] for start in starts]).long()
-    return windows[:, :-1], windows[:, 1:]
+    return Batch(windows[:, :-1], windows[:, 1:])

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp import audit, observe, shard_annotated
+from annotate_fsdp.train.batches import Source
 from annotate_fsdp.train.checkpoint import (
     check_fresh,
     check_resume,
@@ -27,12 +28,11 @@ from annotate_fsdp.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from annotate_fsdp.train.data import Corpus, load_corpus
 from annotate_fsdp.train.files import write_atomically
 from annotate_fsdp.train.loop import Trainer, make_optimizer, mean_over_ranks
 from annotate_fsdp.train.parity import ParityReport, check_comparable, compare
 from annotate_fsdp.train.progress import show_progress
-from annotate_fsdp.train.registry import ModelEntry, check_config, find_model
+from annotate_fsdp.train.registry import ModelEntry, check_config, find_model, find_source
 from annotate_fsdp.train.settings import TrainSettings, UsageError, check_settings
 
 JOB = "annotate_fsdp.train.job:train_rank"
@@ -65,17 +65,17 @@ def train_rank(argument: dict[str, Any]) -> int:
     started = time.monotonic()
     settings = TrainSettings(**argument)
     entry = find_model(settings.model)
-    corpus = load_corpus()
+    source = find_source(entry, settings.config, settings.images, settings.sequence_length)
     mesh = init_device_mesh("cpu", (settings.ranks,), mesh_dim_names=("fsdp",))
     figures: dict[str, Any] = {"settings": settings.to_dict()}
     holds = True
     if settings.check_parity:
-        parity = check_parity(settings, entry, corpus, mesh)
+        parity = check_parity(settings, entry, source, mesh)
         _say(str(parity))
         holds = parity.holds
         figures["parity"] = parity.to_dict()
     if holds:
-        trained, holds = train(settings, entry, corpus, mesh)
+        trained, holds = train(settings, entry, source, mesh)
         figures.update(trained)
     figures["seconds"] = time.monotonic() - started
     if settings.json is not None and dist.get_rank() == 0:
@@ -84,7 +84,7 @@ def train_rank(argument: dict[str, Any]) -> int:
 
 
 def train(
-    settings: TrainSettings, entry: ModelEntry, corpus: Corpus, mesh: DeviceMesh
+    settings: TrainSettings, entry: ModelEntry, source: Source, mesh: DeviceMesh
 ) -> tuple[dict[str, Any], bool]:
     """Train, and return the run's figures and whether the observed step agrees with the plan."""
     model = build_model(settings, entry)
@@ -92,10 +92,11 @@ def train(
     report = audit(model, mesh, **options)
     _say(str(report))
     shard_annotated(model, mesh, **options)
-    trainer = _trainer(settings, entry, corpus, model)
+    trainer = _trainer(settings, entry, source, model)
     start = _restore(trainer)
-    before = trainer.held_out_loss()
-    _say(f"held-out loss before: {before:.4f}")
+    before, _ = trainer.held_out()
+    chance = "" if source.chance is None else f" (without a look at the image: {source.chance:.4f} at best)"
+    _say(f"held-out loss before: {before:.4f}{chance}")
     losses: list[float] = []
     observation: Any = None
     with show_progress(start, settings.last_step, visible=trainer.rank == 0) as show:
@@ -107,15 +108,18 @@ def train(
             trainer.update(step)
             _save_if_due(trainer, step + 1)
             show(step + 1, losses[-1])
-    after = trainer.held_out_loss()
+    after, accuracy = trainer.held_out()
     agrees = mean_over_ranks(torch.tensor(float(observation.agrees))) == 1.0
     _say(f"held-out loss: {before:.4f} before, {after:.4f} after step {settings.last_step}")
+    if settings.images:
+        _say(f"held-out images named right: {accuracy:.1%} of {source.held_out_rows}")
     _say(_verdict(observation, agrees, len(report.plan.units)))
     figures = {
         "losses": losses,
         "start_step": start,
         "held_out_loss_before": before,
         "held_out_loss": after,
+        "held_out_accuracy": accuracy if settings.images else None,
         "units": len(report.plan.units),
         "observation": observation.to_dict(),
         "collectives_per_step": dict(observation.collectives),
@@ -124,14 +128,14 @@ def train(
 
 
 def check_parity(
-    settings: TrainSettings, entry: ModelEntry, corpus: Corpus, mesh: DeviceMesh
+    settings: TrainSettings, entry: ModelEntry, source: Source, mesh: DeviceMesh
 ) -> ParityReport:
     """Compare the sharded model with the unsharded one of the same weights, on the same global batches."""
     sharded = build_model(settings, entry)
     shard_annotated(sharded, mesh, mp_policy=mixed_precision(settings), lowering=settings.lowering)
     whole = build_model(settings, entry)
-    unsharded = Trainer(settings, entry, corpus, whole, make_optimizer(whole, settings.lr), rank=0, ranks=1)
-    return compare(_trainer(settings, entry, corpus, sharded), unsharded)
+    unsharded = Trainer(settings, entry, source, whole, make_optimizer(whole, settings.lr), rank=0, ranks=1)
+    return compare(_trainer(settings, entry, source, sharded), unsharded)
 
 
 def build_model(settings: TrainSettings, entry: ModelEntry) -> nn.Module:
@@ -153,9 +157,9 @@ def mixed_precision(settings: TrainSettings) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-def _trainer(settings: TrainSettings, entry: ModelEntry, corpus: Corpus, model: nn.Module) -> Trainer:
+def _trainer(settings: TrainSettings, entry: ModelEntry, source: Source, model: nn.Module) -> Trainer:
     optimizer = make_optimizer(model, settings.lr)
-    return Trainer(settings, entry, corpus, model, optimizer, dist.get_rank(), dist.get_world_size())
+    return Trainer(settings, entry, source, model, optimizer, dist.get_rank(), dist.get_world_size())
 
 
 def _restore(trainer: Trainer) -> int:

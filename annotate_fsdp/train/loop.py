@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from annotate_fsdp.train.data import HELD_OUT_WINDOWS, Corpus, held_out_batch, rank_rows, train_batch
+from annotate_fsdp.train.batches import Source, rank_rows, run_batch
 from annotate_fsdp.train.registry import ModelEntry
 from annotate_fsdp.train.settings import TrainSettings
 
@@ -60,7 +60,7 @@ class Trainer:
 
     settings: TrainSettings
     entry: ModelEntry
-    corpus: Corpus
+    source: Source
     model: nn.Module
     optimizer: torch.optim.Optimizer
     rank: int
@@ -69,9 +69,8 @@ class Trainer:
     def backward(self, step: int) -> Tensor:
         """Leave the gradients of step `step`'s global batch; return the mean loss of this rank's rows."""
         rows = rank_rows(self.settings.batch, self.rank, self.ranks)
-        length = self.settings.sequence_length
-        inputs, targets = train_batch(self.corpus, self.settings.seed, step, rows, length)
-        loss = self.entry.loss(self.model, inputs, targets)
+        losses, _ = run_batch(self.model, self.source.train(self.settings.seed, step, rows))
+        loss = losses.mean()
         torch.autograd.backward(loss)
         return loss.detach()
 
@@ -83,26 +82,29 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def held_out_loss(self) -> float:
-        """Return the mean loss over the held-out windows, the same on any number of ranks.
+    def held_out(self) -> tuple[float, float]:
+        """Return, of the held-out rows, the mean loss and the share whose targets are all ranked first.
 
-        A rank that runs out of windows computes one more with weight zero, as all ranks must run equally
-        many forwards.
+        The same on any number of ranks. A rank that runs out of rows computes one more with weight zero,
+        as all ranks must run equally many forwards.
         """
-        mine = range(self.rank, HELD_OUT_WINDOWS, self.ranks)
-        most = -(-HELD_OUT_WINDOWS // self.ranks)
+        number = self.source.held_out_rows
+        mine = range(self.rank, number, self.ranks)
+        most = -(-number // self.ranks)
         share = self.settings.batch // self.ranks
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64)
         self.model.eval()
         with torch.no_grad():
             for first in range(0, most, share):
                 rows = mine[first : first + share]
-                inputs, targets = held_out_batch(self.corpus, rows or [0], self.settings.sequence_length)
-                total += self.entry.loss(self.model, inputs, targets).double() * len(rows)
+                losses, right = run_batch(self.model, self.source.held_out(rows or [0]))
+                if rows:
+                    total += torch.stack((losses.double().sum(), right.double().sum()))
         self.model.train()
         free_gathered(self.model)
         dist.all_reduce(total)
-        return total.item() / HELD_OUT_WINDOWS
+        loss, share = (total / number).tolist()
+        return loss, share
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from annotate_fsdp.train.data import rank_rows
+from annotate_fsdp.train.batches import rank_rows
 from annotate_fsdp.train.loop import Trainer, full_tensor, mean_over_ranks, plain_name
 from annotate_fsdp.train.settings import TrainSettings, UsageError
 

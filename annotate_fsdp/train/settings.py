@@ -28,6 +28,7 @@ class TrainSettings:
     - mp: compute dtype of everything that is no fp32 island; gradients are always reduced in fp32.
     - storage: dtype that the parameters, and with them the optimizer state, are kept in.
     - lowering: as in `shard_annotated`.
+    - images: train on images with text rather than on text.
     - activation_checkpointing: recompute each decoder layer in the backward.
     - check_parity: compare with a reference run before training.
     - checkpoint_dir, checkpoint_every, resume: where and how often to save, and whether to go on from there.
@@ -45,6 +46,7 @@ class TrainSettings:
     mp: str = "bf16"
     storage: str = "fp32"
     lowering: str = "auto"
+    images: bool = False
     activation_checkpointing: bool = False
     check_parity: bool = False
     checkpoint_dir: str | None = None
@@ -71,7 +73,7 @@ class TrainSettings:
         Ranks, lowering and activation checkpointing may change; so may `steps`, on which the learning-rate
         schedule does not depend.
         """
-        names = ("model", "config", "mp", "storage", "seed", "batch", "sequence_length", "lr")
+        names = ("model", "config", "images", "mp", "storage", "seed", "batch", "sequence_length", "lr")
         return {name: getattr(self, name) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""Step5 for the command line: how it is built, its loss and its choices."""
+"""Step5 for the command line: how it is built, and its choices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from annotate_fsdp.models.step5 import Step5Config, Step5ForCausalLM, record_choices
 from annotate_fsdp.models.step5.decoder import Step5DecoderLayer
@@ -21,12 +20,6 @@ def build(config: str, storage: str) -> Step5ForCausalLM:
     """Build the model of a named configuration on the default device."""
     model = Step5ForCausalLM(_CONFIGS[config]())
     return model.to_storage(_STORAGE[storage])
-
-
-def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, computed in fp32, of `targets` given `inputs`, both [rows, length]."""
-    logits: Tensor = model(inputs)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 @contextmanager
@@ -45,6 +38,5 @@ ENTRY = ModelEntry(
     train_configs=("tiny",),
     build=build,
     layer_classes=(Step5DecoderLayer,),
-    loss=next_token_loss,
     record_choices=recorded_choices,
 )

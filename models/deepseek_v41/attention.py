@@ -65,7 +65,7 @@ class DeepseekV41Attention(nn.Module):
         return self.sinks_param.weight
 
     def forward(self, x: Tensor, state: Compressed, valid: Tensor | None = None) -> tuple[Tensor, Compressed]:
-        """Return the output `[B, S, hidden]`, in the dtype of `x`, and the state for the next layer.
+        """Return the output `[B, S, hidden]`, in the dtype of `x`, and what this layer has made to be shared.
 
         Args:
             x: `[B, S, hidden]`, normed; positions are 0, 1, ...
@@ -79,7 +79,8 @@ class DeepseekV41Attention(nn.Module):
         q = apply_rotary(q, cos[:, None], sin[:, None])
         keys = apply_rotary(self.kv_norm(self.wkv(x)), cos, sin)
         keys = fake_fp8(keys) if self.fake_quantization else keys
-        state = self._share(x, latent, state, valid, (cos, sin))
+        made = self._make(x, latent, state, valid, (cos, sin))
+        state = state.after(made)
         allowed = local_keys(positions, self.window).expand(len(x), -1, -1)
         if valid is not None:
             allowed = allowed & valid[:, None]
@@ -92,9 +93,9 @@ class DeepseekV41Attention(nn.Module):
         out = apply_rotary(out, cos[:, None], sin[:, None], inverse=True)
         groups = torch.unflatten(out.flatten(2), -1, (self.groups, -1))
         out = self.wo_b(self.wo_a(groups).flatten(2))
-        return out if valid is None else out * valid.unsqueeze(-1), state
+        return out if valid is None else out * valid.unsqueeze(-1), made
 
-    def _share(
+    def _make(
         self,
         x: Tensor,
         latent: Tensor,
@@ -102,16 +103,18 @@ class DeepseekV41Attention(nn.Module):
         valid: Tensor | None,
         table: tuple[Tensor, Tensor],
     ) -> Compressed:
-        """Return the state after this layer's own keys and choice, if it makes them."""
+        """Return this layer's own keys and choice; a layer that only reads makes none."""
+        made = Compressed()
         unrotated = key_table = None
         if self.compressor is not None:
             unrotated = self.compressor(x)
             key_table = self.rotary_emb(torch.arange(unrotated.shape[1], device=x.device) * self.ratio)
             keys = apply_rotary(unrotated, *key_table)
-            state = Compressed(kv=fake_nvfp4(keys) if self.fake_quantization else keys)
+            made = Compressed(kv=fake_nvfp4(keys) if self.fake_quantization else keys)
         if self.indexer is not None:
-            state = self.indexer(x, latent, state, valid, table, unrotated, key_table)
-        return state
+            chosen = self.indexer(x, latent, state.after(made), valid, table, unrotated, key_table)
+            return chosen._replace(kv=made.kv)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
+        return made
 
 
 def local_keys(positions: Tensor, window: int) -> Tensor:

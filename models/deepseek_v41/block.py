@@ -53,7 +53,9 @@ class DeepseekV41Block(nn.Module):
         is_image: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Compressed]:
-        """Return streams, mix and state for the next block.
+        """Return streams and mix for the next block, and what this one has made to be shared.
+
+        What it has read it does not return: FSDP would make views of it.
 
         Args:
             streams: `[B, S, s, hidden]`.
@@ -75,11 +77,11 @@ class DeepseekV41Block(nn.Module):
             assert rows is not None
             streams = self.engram(streams, rows, either(is_image, valid))
         attn_mix = self.attn_hc(streams)
-        out, state = self.attn(self.attn_norm(collapse(streams, mix)), state, valid)
+        out, made = self.attn(self.attn_norm(collapse(streams, mix)), state, valid)
         streams = expand(out, streams, attn_mix)
         ffn_mix = self.ffn_hc(streams)
         out = self.ffn(self.ffn_norm(collapse(streams, attn_mix.pre)), is_image, valid)
-        return expand(out, streams, ffn_mix), ffn_mix.pre, state
+        return expand(out, streams, ffn_mix), ffn_mix.pre, made
 
 
 def either(is_image: Tensor | None, valid: Tensor | None) -> Tensor | None:

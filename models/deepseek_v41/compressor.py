@@ -13,7 +13,7 @@ from annotate_fsdp.models.deepseek_v41.norm import DeepseekV41RMSNorm
 
 
 class Compressed(NamedTuple):
-    """What source layers hand down; None until a layer has made it. W is the number of compressed keys.
+    """What source layers make for themselves and those after them. W is the number of compressed keys.
 
     - kv `[B, W, D]`: keys, and values; the layers that read them send gradients back to their source.
     - index_keys `[B, W, index_head_dim]`: the indexer's, without gradient.
@@ -25,6 +25,12 @@ class Compressed(NamedTuple):
     index_keys: Tensor | None = None
     chosen: Tensor | None = None
     candidates: Tensor | None = None
+
+    def after(self, made: Compressed) -> Compressed:
+        """Return what the next layer reads: new keys replace everything, a new choice the choice alone."""
+        if made.kv is not None:
+            return made
+        return self if made.chosen is None else self._replace(chosen=made.chosen)
 
 
 class DeepseekV41Compressor(nn.Module):

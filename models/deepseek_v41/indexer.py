@@ -50,12 +50,12 @@ class DeepseekV41Indexer(nn.Module):
         unrotated: Tensor | None,
         key_table: Table | None,
     ) -> Compressed:
-        """Return `state` with a new choice, and new index keys and candidates if this layer makes them.
+        """Return a new choice, and new index keys and candidates if this layer makes them.
 
         Args:
             x: `[B, S, hidden]`, the normed input of the layer.
             latent: `[B, S, q_lora_rank]`, the normed latent of its queries.
-            state: from the layers before.
+            state: from the layers before; on a KV source its own keys only.
             valid: bool `[B, S]`, False at padding; None if there is none.
             table: rotary table of the positions, `[S, R/2]`.
             unrotated: `[B, W, D]`, the compressor's output on a KV source.
@@ -64,21 +64,25 @@ class DeepseekV41Indexer(nn.Module):
         if self.wk is not None and self.k_norm is not None:
             assert unrotated is not None
             assert key_table is not None
-            keys = self._quantize(apply_rotary(self.k_norm(self.wk(unrotated)), *key_table))
-            state = state._replace(index_keys=keys, candidates=None)
-        assert state.index_keys is not None
+            made = Compressed(
+                index_keys=self._quantize(apply_rotary(self.k_norm(self.wk(unrotated)), *key_table))
+            )
+        else:
+            made = Compressed()
+        keys = state.index_keys if made.index_keys is None else made.index_keys
+        assert keys is not None
         queries = torch.unflatten(self.wq_b(latent), -1, (self.heads, -1))  # [B, S, H, d]
         queries = self._quantize(apply_rotary(queries, *(t[:, None] for t in table)))
         weights = self.weights_proj(x) * self.scale
         allowed = self._allowed(x, valid)
-        scores = score_keys(queries, state.index_keys, weights)
+        scores = score_keys(queries, keys, weights)
         if self.narrows:
             visible = visible_keys(x.shape[1], self.ratio, x.device)
             candidates = select_candidates(scores, allowed, visible, self.blocks, self.block_size)
-            return state._replace(chosen=select_keys(scores, allowed, self.topk), candidates=candidates)
-        if state.candidates is not None:
+            made = made._replace(candidates=candidates)
+        elif state.candidates is not None:
             allowed = allowed & state.candidates
-        return state._replace(chosen=select_keys(scores, allowed, self.topk))
+        return made._replace(chosen=select_keys(scores, allowed, self.topk))
 
     def _quantize(self, x: Tensor) -> Tensor:
         return fake_mxfp4(x) if self.fake_quantization else x

@@ -99,7 +99,8 @@ class DeepseekV41Model(nn.Module):
         state = Compressed()
         rows = self._rows(input_ids, either(is_image, valid))
         for name, block in self.layers.items():
-            streams, mix, state = block(streams, mix, state, rows.get(name), is_image, valid)
+            streams, mix, made = block(streams, mix, state, rows.get(name), is_image, valid)
+            state = state.after(made)
         return self.norm(collapse(streams, mix))  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped
 
     def _with_images(
