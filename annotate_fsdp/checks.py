@@ -37,28 +37,21 @@ class Facts:
         """The nodes by FQN."""
         return {node.path: node for node in self.tree.nodes}
 
-    @cached_property
-    def inside_sharded(self) -> dict[int, int]:
-        """Index of each node inside a sharded module -> index of that module."""
-        nodes = self.tree.nodes
-        inside: dict[int, int] = {}
-        for node in sorted(nodes, key=lambda n: n.finished, reverse=True):
-            for parent in node.parents:
-                if nodes[parent].is_sharded:
-                    inside[node.index] = parent
-                elif parent in inside:
-                    inside[node.index] = inside[parent]
-        return inside
-
     @property
     def planned(self) -> Iterator[Unit]:
         """The units that are still to be sharded."""
         return (unit for unit in self.plan.units if unit.lowering != "kept")
 
 
-def run_checks(facts: Facts) -> list[Finding]:
-    """Return the findings of every rule, in the order of the rules."""
-    return [finding for rule in RULES for finding in rule(facts)]
+def run_checks(facts: Facts, *, is_part: bool = False) -> list[Finding]:
+    """Return the findings of every rule, in the order of the rules.
+
+    Args:
+        facts: what to check.
+        is_part: a framework shards the model piece by piece; see `WHOLE_MODEL_RULES`.
+    """
+    rules = (rule for rule in RULES if not (is_part and rule in WHOLE_MODEL_RULES))
+    return [finding for rule in rules for finding in rule(facts)]
 
 
 def check_marked(facts: Facts) -> Iterator[Finding]:
@@ -202,7 +195,7 @@ def check_inside_sharded(facts: Facts) -> Iterator[Finding]:
     if facts.existing != "keep":
         return
     nodes = facts.tree.nodes
-    inside = facts.inside_sharded
+    inside = facts.tree.inside_sharded
     planned = {path: unit for unit in facts.planned for path in unit.paths}
     for node in nodes:
         if node.index in inside and node.path in planned:
@@ -327,7 +320,7 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
         return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
-        if any(facts.by_path[path].index in facts.inside_sharded for path in unit.paths):
+        if any(facts.by_path[path].index in facts.tree.inside_sharded for path in unit.paths):
             continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
             data = parameters[path].data
@@ -445,3 +438,6 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_empty_units,
     check_lost_buffers,
 )
+
+# A piece that a framework shards need carry no mark, and what the framework ignores, it manages itself.
+WHOLE_MODEL_RULES = (check_marked, check_ignored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +92,18 @@ class Tree:
     def root(self) -> Node:
         """The model itself."""
         return self.nodes[0]
+
+    @cached_property
+    def inside_sharded(self) -> dict[int, int]:
+        """Index of each node inside a sharded module -> index of that module."""
+        inside: dict[int, int] = {}
+        for node in sorted(self.nodes, key=lambda n: n.finished, reverse=True):
+            for parent in node.parents:
+                if self.nodes[parent].is_sharded:
+                    inside[node.index] = parent
+                elif parent in inside:
+                    inside[node.index] = inside[parent]
+        return inside
 
 
 def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:

@@ -183,7 +183,9 @@ def _read_parameters(groups: list[Any], held_by_id: dict[int, Held]) -> Iterator
     for group in groups:
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
-            held = held_by_id[id(info.module._parameters[info.param_name])]
+            held = held_by_id.get(id(info.module._parameters[info.param_name]))
+            if held is None:
+                continue  # of a module in the same `fully_shard` call that lies outside of the tree
             sharded = fsdp_param.sharded_param
             yield ParamInfo(
                 path=held.path,

@@ -78,7 +78,8 @@ class Unit:
     - paths: FQNs of the modules in the call; `("",)` is the root.
     - members: FQNs of the parameters it gathers and frees.
     - policy: what it is sharded with, reduce dtype written out.
-    - reshard_after_forward: bool, or the world size to reshard to.
+    - reshard_after_forward: bool, or the world size to reshard to; None leaves it to FSDP2, which takes
+      False for what turns out to be the root and else True.
     - class_names: the modules' classes as the author wrote them.
     - provenance: the mark, rule or default that made it.
     - lowering: `"unit"` (its own call) or `"kept"` (it was sharded before).
@@ -91,7 +92,7 @@ class Unit:
     paths: tuple[str, ...]
     members: tuple[str, ...]
     policy: MixedPrecisionPolicy
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool | int | None
     mesh: MeshSpec | None
     offload_policy: OffloadPolicy
     class_names: tuple[str, ...] = field(default=(), compare=False)

@@ -21,7 +21,11 @@ GROUP_STAYS_GATHERED = "a group stays gathered until its last member has run"
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The caller's words, as `shard_annotated` takes them; `ignored` holds ids of parameters."""
+    """The caller's words, as `shard_annotated` takes them; `ignored` holds ids of parameters.
+
+    - is_part: the tree may lie inside a larger model, so that its root takes the caller's reshard flag as
+      any unit does, and a flag that nobody gave is left to FSDP2.
+    """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
@@ -29,6 +33,7 @@ class PlanOptions:
     ignored: frozenset[int] = frozenset()
     policies: Mapping[str, Policy] = field(default_factory=dict)
     mesh: MeshSpec | None = None
+    is_part: bool = False
 
 
 @dataclass(eq=False)
@@ -191,6 +196,8 @@ class Planner:
             if len(node.parents) < 2 or node.index in self.draft_of or node.index in self.ignored_nodes:
                 continue
             around = self.around[node.index]
+            if all(draft.kept is not None for draft in around):
+                continue
             if len(around) > 1 and self._outermost(around) is None:
                 users = " and ".join(repr(_name(self._paths(draft))) for draft in around)
                 draft = self._new_draft([node.index], [None], f"default: shared by {users}")
@@ -419,26 +426,29 @@ class Planner:
             )
         return next(iter(dtypes), self.options.mp_policy.param_dtype)
 
-    def _reshard(self, draft: _Draft) -> bool | int:
+    def _reshard(self, draft: _Draft) -> bool | int | None:
         own = next(
             (s.reshard_after_forward for s in draft.specs if s and s.reshard_after_forward is not None), None
         )
-        value: Reshard | None = own
-        if value is None:
-            if draft.nodes == [0] or len(draft.nodes) > 1 or draft.is_tie:
-                return False
-            outer = self._tagged_around(draft)
-            if outer.nodes == [0]:
-                root = outer.specs[0]
-                value = root.reshard_after_forward if root is not None else None
-                value = self.options.reshard_after_forward if value is None else value
-            else:
-                value = outer.reshard
+        value: Reshard | None = self._inherited_reshard(draft) if own is None else own
         if value == "except_last":
             return draft.nodes[0] not in self._last_of_class
         if value is None:
-            return True
+            return None if self.options.is_part else True
         return self._world_to_reshard_to(draft, value)
+
+    def _inherited_reshard(self, draft: _Draft) -> Reshard | None:
+        """The flag of a unit whose marks say none; None if nobody around it, nor the caller, says one."""
+        if draft.nodes == [0] and self.options.is_part:
+            return self.options.reshard_after_forward
+        if draft.nodes == [0] or len(draft.nodes) > 1 or draft.is_tie:
+            return False
+        outer = self._tagged_around(draft)
+        if outer.nodes != [0]:
+            return outer.reshard
+        root = outer.specs[0]
+        own = root.reshard_after_forward if root is not None else None
+        return self.options.reshard_after_forward if own is None else own
 
     def _tagged_around(self, draft: _Draft) -> _Draft:
         """The nearest draft around this one that a mark made, else the root's."""
@@ -498,7 +508,7 @@ class Planner:
             paths=self._paths(draft),
             members=tuple(held.path for held in draft.members),
             policy=draft.policy or MixedPrecisionPolicy(),
-            reshard_after_forward=(draft.reshard or False) if has_members else False,
+            reshard_after_forward=draft.reshard if has_members else False,
             mesh=self.options.mesh,
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
             class_names=tuple(node.class_name for node in nodes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
@@ -20,7 +20,7 @@ from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.introspect import read_units
 from annotate_fsdp.lowering import check_lowering, lower_plan
-from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard, did_you_mean
+from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard, UnitSpec, did_you_mean
 from annotate_fsdp.plan import MeshSpec, Plan
 from annotate_fsdp.planner import Planner, PlanOptions
 from annotate_fsdp.policies import check_policies
@@ -55,6 +55,15 @@ class ShardOptions(TypedDict, total=False):
     check_ranks: bool
 
 
+class PartOptions(TypedDict, total=False):
+    """The keyword options of `shard_part`: those of `fully_shard`, each None if left out."""
+
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    reshard_after_forward: bool | int | None
+    ignored_params: Iterable[nn.Parameter] | None
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A plan with everything that was found on the way to it."""
@@ -85,23 +94,78 @@ def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions])
             are listed, on every rank, and nothing was sharded.
         PlanMismatchError: the ranks hold different plans; nothing was sharded.
     """
-    if unusable := list(_mesh_findings(mesh)):
-        raise AnnotationError(unusable)  # there is nobody to agree with
-    try:
+
+    def make() -> Prepared:
         check_call(model, mesh)
-        prepared = prepare(model, mesh, None, options)
-        errors, plan = prepared.errors, prepared.plan
-    except AnnotationError as error:
-        errors, plan = error.findings, None
-    except Exception as error:
-        _agree(mesh, None, (_unexpected(error),), options)
-        raise
-    _agree(mesh, plan, errors, options)
-    if errors or plan is None:
-        raise AnnotationError(errors)
-    apply_plan(prepared.tree, plan, mesh, options.get("dp_mesh_dims"))
-    vars(model)[PLAN_ATTRIBUTE] = plan
+        return prepare(model, mesh, None, options)
+
+    prepared = agree_on(mesh, make, check_ranks=options.get("check_ranks", True))
+    apply_plan(prepared.tree, prepared.plan, mesh, options.get("dp_mesh_dims"))
+    vars(model)[PLAN_ATTRIBUTE] = prepared.plan
     return model
+
+
+def shard_part(
+    module: M, mesh: DeviceMesh, islands: Iterable[nn.Module] = (), **options: Unpack[PartOptions]
+) -> M:
+    """Shard one piece of a model as a framework's own `fully_shard` call would, its islands before it.
+
+    Works in place and returns the same module. Only the marks of `islands` count, not that of `module` nor
+    any other. `module` takes the caller's words as they are: a reshard flag of None is left to FSDP2, which
+    takes False for what turns out to be the root. An island takes the policy of its mark, and the caller's
+    reshard flag unless its mark says one. What is sharded already, and what lies inside it, is left alone.
+    Checks and agreement are those of `shard_annotated`, but nothing need be marked, and the parameters that
+    the framework ignores may be trainable.
+
+    Args:
+        module: on a device or on `meta`; may be a wrapper.
+        mesh: as for `shard_annotated`.
+        islands: modules below `module`, or their wrappers; those without a unit mark do not count.
+        **options: see `PartOptions`.
+
+    Raises:
+        AnnotationError: as `shard_annotated`; nothing was sharded.
+        PlanMismatchError: likewise.
+    """
+
+    def make() -> Prepared:
+        check_call(module, mesh)
+        return prepare(module, mesh, None, cast("ShardOptions", options), islands=tuple(islands))
+
+    prepared = agree_on(mesh, make)
+    apply_plan(prepared.tree, prepared.plan, mesh, None)
+    return module
+
+
+def agree_on(mesh: DeviceMesh, make: Callable[[], Prepared], *, check_ranks: bool = True) -> Prepared:
+    """Return what `make` prepares, once it is free of errors and the same on every rank of `mesh`.
+
+    Args:
+        mesh: its ranks must all call this.
+        make: what it raises is an error of every rank.
+        check_ranks: False asks nobody else.
+
+    Raises:
+        AnnotationError: there are findings on this rank or another, the same list on every rank.
+        PlanMismatchError: the ranks hold different plans.
+    """
+    if unusable := list(mesh_findings(mesh)):
+        raise AnnotationError(unusable)  # there is nobody to agree with
+    prepared: Prepared | None = None
+    try:
+        prepared = make()
+        errors = prepared.errors
+    except AnnotationError as error:
+        errors = error.findings
+    except Exception as error:
+        if check_ranks:
+            check_agreement(mesh, None, (_unexpected(error),))
+        raise
+    if check_ranks:
+        check_agreement(mesh, prepared.plan if prepared else None, errors)
+    if errors or prepared is None:
+        raise AnnotationError(errors)
+    return prepared
 
 
 def plan_annotated(
@@ -137,22 +201,44 @@ def prepare(
     options: ShardOptions,
     *,
     read_only: bool = False,
+    islands: Iterable[nn.Module] | None = None,
 ) -> Prepared:
     """Collect, plan and check; an option that has no meaning is a finding, and its default is used.
 
     Args:
         read_only: plan as if nothing were sharded yet, to hold a sharded model against it.
+        islands: `model` is a part of a model, and only the marks of these count; see `shard_part`.
     """
-    options, wrong = _usable_options(options)
+    is_part = islands is not None
+    options, wrong = _usable_options(options, PartOptions if is_part else ShardOptions)
     spec, wrong_size = mesh_spec(mesh, world_size, options.get("dp_mesh_dims"))
-    existing = "read" if read_only else options.get("existing", "error")
+    existing = "read" if read_only else "keep" if is_part else options.get("existing", "error")
     with _garbage_collector_paused():
         tree = collect_tree(model)
-        planner = Planner(tree, _plan_options(options, spec), read_units(tree) if existing == "keep" else ())
-        plan = lower_plan(planner.plan(), options.get("lowering", "auto"))
+        if islands is not None:
+            _forget_other_marks(tree, islands)
+        kept = read_units(tree) if existing == "keep" else ()
+        planner = Planner(tree, _plan_options(options, spec, is_part), kept)
+        plan = lower_plan(planner.plan(), "unit" if is_part else options.get("lowering", "auto"))
         facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
-        found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *run_checks(facts)]
+        checked = run_checks(facts, is_part=is_part)
+        found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *checked]
     return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+
+
+def _forget_other_marks(tree: Tree, islands: Iterable[nn.Module]) -> None:
+    """Keep the marks of `islands` only, and of those only where a unit can still be made below the root.
+
+    The root keeps its entry points: whoever shards it, they are entry points of its unit.
+    """
+    counted = {tree.node_of[id(island)] for island in islands if id(island) in tree.node_of}
+    counted -= {0, *tree.inside_sharded}
+    for node in tree.nodes:
+        if node.index in counted and isinstance(node.mark, UnitSpec):
+            continue
+        node.mark, node.provenance = None, ""
+        if node is not tree.root:
+            node.entry_points = ()
 
 
 @contextmanager
@@ -207,12 +293,7 @@ def _product(sizes: Iterable[int]) -> int:
     return product
 
 
-def _agree(mesh: DeviceMesh, plan: Plan | None, errors: tuple[Finding, ...], options: ShardOptions) -> None:
-    if options.get("check_ranks", True):
-        check_agreement(mesh, plan, errors)
-
-
-def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
+def _plan_options(options: ShardOptions, spec: MeshSpec | None, is_part: bool) -> PlanOptions:
     return PlanOptions(
         mp_policy=options.get("mp_policy") or MixedPrecisionPolicy(),
         offload_policy=options.get("offload_policy") or OffloadPolicy(),
@@ -220,6 +301,7 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None) -> PlanOptions:
         ignored=frozenset(id(parameter) for parameter in options.get("ignored_params") or ()),
         policies=dict(options.get("policies") or {}),
         mesh=spec,
+        is_part=is_part,
     )
 
 
@@ -229,7 +311,7 @@ def check_call(model: object, mesh: object) -> None:
     Raises:
         AnnotationError: either is wrong.
     """
-    findings = list(_mesh_findings(mesh)) if mesh is not None else []
+    findings = list(mesh_findings(mesh)) if mesh is not None else []
     if not isinstance(model, nn.Module):
         declared = f"a {type(model).__name__} as model"
         findings.append(Finding("AF108", "error", "", declared, "it is no torch.nn.Module", "Pass the model"))
@@ -237,7 +319,7 @@ def check_call(model: object, mesh: object) -> None:
         raise AnnotationError(findings)
 
 
-def _mesh_findings(mesh: object) -> Iterator[Finding]:
+def mesh_findings(mesh: object) -> Iterator[Finding]:
     """Yield why the ranks of `mesh` cannot talk to each other from here."""
     if not isinstance(mesh, DeviceMesh):
         declared = f"a {type(mesh).__name__} as mesh"
@@ -249,21 +331,21 @@ def _mesh_findings(mesh: object) -> Iterator[Finding]:
         yield Finding("AF404", "error", "", declared, "this rank is not one of them", write)
 
 
-def _usable_options(options: ShardOptions) -> tuple[ShardOptions, list[Finding]]:
-    """Return the options that have a meaning, iterables run through, and a finding for each other."""
+def _usable_options(options: ShardOptions, kind: type) -> tuple[ShardOptions, list[Finding]]:
+    """Return the options of `kind` that mean something, iterables run through; a finding for each other."""
     given: dict[str, Any] = dict(options)
     ignored = given.get("ignored_params")
     if isinstance(ignored, Iterable) and not isinstance(ignored, str | torch.Tensor):
         given["ignored_params"] = tuple(ignored)
     findings = []
-    for name, finding in _check_options(given):
+    for name, finding in _check_options(given, kind):
         findings.append(finding)
         if not (name == "policies" and isinstance(given.get(name), Mapping)):  # its other names still count
             given.pop(name, None)
     return cast("ShardOptions", given), findings
 
 
-def _check_options(options: Mapping[str, Any]) -> list[tuple[str, Finding]]:
+def _check_options(options: Mapping[str, Any], kind: type) -> list[tuple[str, Finding]]:
     """Return (option, finding) for each option that does not exist or whose value has no meaning."""
     found: list[tuple[str, Finding]] = []
 
@@ -271,24 +353,26 @@ def _check_options(options: Mapping[str, Any]) -> list[tuple[str, Finding]]:
         declared = f"{name}={options.get(name)!r}"
         found.append((name, Finding("AF108", "error", "", declared, why, write)))
 
-    known = list(ShardOptions.__annotations__)
+    known = list(kind.__annotations__)
     for name in options:
         if name not in known:
             meant = did_you_mean(name, known)
             wrong(name, "there is no such option", f"{meant}Write one of {', '.join(known)}")
-    kinds: dict[str, tuple[type, str]] = {
+    types: dict[str, tuple[type, str]] = {
         "mp_policy": (MixedPrecisionPolicy, "Write MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         "offload_policy": (OffloadPolicy, "Write CPUOffloadPolicy()"),
         "dp_mesh_dims": (DataParallelMeshDims, 'Write DataParallelMeshDims(shard="dp")'),
         "policies": (Mapping, 'Write policies={"name": MixedPrecisionPolicy(...)}'),
     }
-    for name, (kind, write) in kinds.items():
-        if not isinstance(options.get(name), kind | None):
-            wrong(name, f"it is no {kind.__name__}", write)
+    for name, (cls, write) in types.items():
+        if not isinstance(options.get(name), cls | None):
+            wrong(name, f"it is no {cls.__name__}", write)
     reshard = options.get("reshard_after_forward")
     is_count = isinstance(reshard, int) and (isinstance(reshard, bool) or reshard > 0)
-    if reshard is not None and reshard != "except_last" and not is_count:
-        write = 'Write True, False, a world size to reshard to, or "except_last"'
+    is_by_place = reshard == "except_last" and kind is ShardOptions
+    if reshard is not None and not is_by_place and not is_count:
+        last = '"except_last"' if kind is ShardOptions else "None"
+        write = f"Write True, False, a world size to reshard to, or {last}"
         wrong("reshard_after_forward", "it is no value that FSDP2 knows", write)
     if options.get("existing", "error") not in ("error", "keep"):
         wrong("existing", "it has no meaning", 'Write existing="error" or existing="keep"')

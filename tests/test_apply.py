@@ -336,6 +336,26 @@ def test_a_marked_unit_inside_a_kept_one_comes_too_late(fake_world: Callable[...
     )
 
 
+def test_a_module_that_kept_units_share_is_left_alone(fake_world: Callable[..., None]) -> None:
+    fake_world(4)
+    rotary = nn.Identity()
+    made: Any = Holder(a=Holder(x=linear(), r=rotary), b=Holder(x=linear(), r=rotary), c=Block(x=linear()))
+    for each in (made.a, made.b):
+        fully_shard(each, mesh=mesh_1d())
+    shard_annotated(made, mesh_1d(), existing="keep")
+    assert [unit.path for unit in plan_of(made)] == ["a", "b", "c", ""]
+
+
+def test_a_unit_that_reaches_out_of_the_tree_is_read_as_far_as_it_lies_inside(
+    fake_world: Callable[..., None],
+) -> None:
+    fake_world(4)
+    made: Any = Holder(norm=linear(), head=linear())
+    fully_shard([made.norm, made.head], mesh=mesh_1d())
+    assert [(unit.paths, unit.members) for unit in plan_of(made.head)] == [(("",), ("weight",))]
+    assert plan_of(made).owner("head.weight").paths == ("norm", "head")
+
+
 def test_a_wholly_sharded_model_may_be_kept_and_nothing_happens(fake_world: Callable[..., None]) -> None:
     fake_world(4)
     made = shard_by_hand(model(), mesh_1d())

@@ -26,21 +26,31 @@ from annotate_fsdp.models.deepseek_v41.model import (
     DeepseekV41ForCausalLM,
     DeepseekV41Model,
 )
+from annotate_fsdp.models.deepseek_v41.parallelization import (
+    PARALLELIZER,
+    DeepseekV41ModelParallelizer,
+    fully_shard_deepseek_v41,
+)
 from annotate_fsdp.models.deepseek_v41.vision import DeepseekV41VisionBlock, DeepseekV41VisionTransformer
 
 __all__ = [
     "FP32_MODULES",
+    "PARALLELIZER",
     "Choices",
     "DeepseekV41Block",
     "DeepseekV41Config",
     "DeepseekV41ForCausalLM",
     "DeepseekV41Model",
+    "DeepseekV41ModelParallelizer",
     "DeepseekV41TextConfig",
     "DeepseekV41VisionBlock",
     "DeepseekV41VisionConfig",
     "DeepseekV41VisionTransformer",
     "DeepseekV41YarnConfig",
     "TokenType",
+    "fully_shard_deepseek_v41",
     "image_span",
     "record_choices",
 ]
+
+DeepseekV41ForCausalLM.parallelizer = PARALLELIZER

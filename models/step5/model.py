@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Step5ForCausalLM(nn.Module):
     default device: `with torch.device("meta"):` allocates nothing; on a real one they are initialised.
     `to_storage` changes the dtype they are stored in.
     """
+
+    parallelizer: ClassVar[object]  # set by the package; what NeMo AutoModel's dispatcher looks for
 
     def __init__(self, config: Step5Config) -> None:
         super().__init__()

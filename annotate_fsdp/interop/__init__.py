@@ -1,0 +1,1 @@
+"""Marks behind the interfaces of training frameworks; none of them is imported."""
