@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from deepseek_reference import SlowModel, hash_primes
 from hypothesis import HealthCheck, assume, given, settings
