@@ -350,6 +350,18 @@ def test_attention_returns_zero_at_padding() -> None:
         assert out[mask].abs().min(dim=-1).values.max() > 0
 
 
+def test_a_padded_key_is_not_read_even_where_it_would_be_visible() -> None:
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 4] = False
+    x = normal(1, 9, 64)
+    other = x.clone()
+    other[0, 4] += 1
+    for layer in (WINDOW, SOURCE, SINGLE):
+        attention = attention_of(layer)
+        assert torch.equal(attention(x, Compressed(), valid)[0], attention(other, Compressed(), valid)[0])
+        assert not torch.equal(attention(x, Compressed())[0], attention(other, Compressed())[0])
+
+
 def test_a_mask_without_padding_is_no_mask() -> None:
     model, (ids, mask) = lively(), padded_batch()
     assert torch.equal(model(ids, attention_mask=torch.ones_like(mask)), model(ids))

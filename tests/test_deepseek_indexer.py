@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -239,6 +240,21 @@ def test_a_source_makes_keys_and_chooses_by_project_norm_rotate_score(layer: int
     assert state.chosen is not None
     assert torch.equal(state.chosen, select_keys(scores, allowed, 3))
     assert (state.candidates is None) == (layer == SOURCE)
+
+
+def test_the_weights_of_the_heads_are_divided_by_the_roots_of_dim_and_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, seen = Bench(SINGLE, 5), list[Tensor]()
+
+    def note(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        seen.append(weights)
+        return score_keys(queries, keys, weights)
+
+    monkeypatch.setattr("annotate_fsdp.models.deepseek_v41.indexer.score_keys", note)
+    bench.run(Compressed())
+    expected = bench.x @ bench.indexer.weights_proj.weight.T / math.sqrt(32) / math.sqrt(4)
+    torch.testing.assert_close(seen[0], expected)
 
 
 def test_the_narrowing_source_is_not_held_to_its_own_candidates() -> None:
