@@ -151,7 +151,7 @@ def test_scores_are_in_the_dtype_of_the_model() -> None:
 levels = st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0])  # few, so that ties are common
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), width=st.integers(0, 8), topk=st.integers(1, 9))
 def test_a_query_keeps_the_best_allowed_keys_ascending_and_then_minus_one(
     data: st.DataObject, width: int, topk: int
@@ -182,7 +182,7 @@ def test_a_forbidden_key_is_never_chosen_however_good_and_never_uses_up_a_choice
     assert select_keys(scores, torch.zeros_like(allowed), 2).tolist() == [[[-1, -1]]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
     length=st.integers(1, 14),
