@@ -301,7 +301,7 @@ def test_a_compressed_key_turns_by_the_angle_of_its_first_token() -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_no_logit_depends_on_a_later_token(quantized: bool) -> None:
     model = lively(cache_fake_quantization=quantized, sliding_window=5, index_topk=6)
-    length = 33
+    length = 25
     ids = torch.randint(256, (length,), generator=torch.Generator().manual_seed(0))
     rows = ids.repeat(length, 1)
     later = torch.arange(length) >= torch.arange(length)[:, None]  # row p: everything from p on is other
@@ -320,11 +320,11 @@ def test_a_token_far_outside_the_window_is_read_through_the_compressed_keys() ->
     assert change > 1e-3
 
 
-LENGTHS = (17, 1, 6, 11)
+LENGTHS = (17, 1, 8)
 
 
 def padded_batch() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(256, (3, 17), generator=torch.Generator().manual_seed(1))
     return ids, torch.arange(17) < torch.tensor(LENGTHS)[:, None]
 
 
@@ -345,9 +345,21 @@ def test_a_padded_row_has_the_logits_of_the_row_alone(changes: dict[str, Any]) -
 def test_attention_returns_zero_at_padding() -> None:
     _, mask = padded_batch()
     for layer in (WINDOW, SOURCE, SINGLE):
-        out, _ = attention_of(layer)(normal(4, 17, 64), Compressed(), mask)
+        out, _ = attention_of(layer)(normal(3, 17, 64), Compressed(), mask)
         assert torch.equal(out[~mask], torch.zeros_like(out[~mask]))
         assert out[mask].abs().min(dim=-1).values.max() > 0
+
+
+def test_a_padded_key_is_not_read_even_where_it_would_be_visible() -> None:
+    valid = torch.ones(1, 9, dtype=torch.bool)
+    valid[0, 4] = False
+    x = normal(1, 9, 64)
+    other = x.clone()
+    other[0, 4] += 1
+    for layer in (WINDOW, SOURCE, SINGLE):
+        attention = attention_of(layer)
+        assert torch.equal(attention(x, Compressed(), valid)[0], attention(other, Compressed(), valid)[0])
+        assert not torch.equal(attention(x, Compressed())[0], attention(other, Compressed())[0])
 
 
 def test_a_mask_without_padding_is_no_mask() -> None:
@@ -357,19 +369,19 @@ def test_a_mask_without_padding_is_no_mask() -> None:
 
 def test_padding_on_the_left_and_a_mask_of_another_shape_are_refused() -> None:
     model, (ids, mask) = lively(), padded_batch()
-    for wrong in (mask.flip(1), torch.tensor([[True, False, True]]).repeat(4, 6)[:, :17]):
+    for wrong in (mask.flip(1), torch.tensor([[True, False, True]]).repeat(3, 6)[:, :17]):
         with pytest.raises(
             ValueError, match=r"^attention_mask: padding must stand on the right of each row$"
         ):
             model(ids, attention_mask=wrong)
-    with pytest.raises(ValueError, match=r"^attention_mask: \[4, 16\] for ids \[4, 17\]$"):
+    with pytest.raises(ValueError, match=r"^attention_mask: \[3, 16\] for ids \[3, 17\]$"):
         model(ids, attention_mask=mask[:, :16])
 
 
 @pytest.mark.parametrize("candidate", [-1, 1, 3])
 def test_short_sequences_run(candidate: int) -> None:
     model = lively(candidate_source_layer_id=candidate)
-    for length in (1, 2, 3, 8, 9):
+    for length in (1, 3):
         logits = model(torch.arange(length)[None])
         assert logits.shape == (1, length, 258)
         assert logits.isfinite().all()

@@ -377,6 +377,11 @@ RULES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"compress_ratios": (0, 4, 4, 1, 1)},
     ),
     (
+        {"compress_ratios": (0, 2, 1, 1, 1)},
+        "compress_ratios is (0, 2, 1, 1, 1), but layer 2 reads layer 1, whose ratio is 2, not 1",
+        {"compress_ratios": (0, 2, 0, 1, 1)},
+    ),
+    (
         {"candidate_source_layer_id": 4},
         "candidate_source_layer_id is 4, but it must be -1 or one of kv_source_layer_ids, (1, 3)",
         {"candidate_source_layer_id": 1},
@@ -625,6 +630,8 @@ def test_a_schedule_is_accepted_exactly_when_every_layer_finds_its_source() -> N
         candidate = draw(st.sampled_from([-1, *kv]))
         layers = draw(st.integers(1, max(len(ratios), 1)))
         broken = draw(st.integers(0, 7))
+        if broken in (1, 2) and ratios:  # one layer with a ratio of its own
+            ratios[draw(st.integers(0, len(ratios) - 1))] = draw(st.integers(0, 2))
         return (
             draw(st.integers(1, 8)) if broken == 3 else layers,
             draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)) if broken == 4 else ratios,

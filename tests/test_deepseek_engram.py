@@ -109,7 +109,7 @@ def slow_rows(
     return rows
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), length=st.integers(1, 9), order=st.integers(2, 4), heads=st.integers(1, 3))
 def test_rows_are_rolling_hashes_that_see_the_pad_class_beyond_the_start_and_blocked_positions(
     data: st.DataObject, length: int, order: int, heads: int

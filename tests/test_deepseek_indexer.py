@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_scores_are_in_the_dtype_of_the_model() -> None:
 levels = st.sampled_from([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0])  # few, so that ties are common
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), width=st.integers(0, 8), topk=st.integers(1, 9))
 def test_a_query_keeps_the_best_allowed_keys_ascending_and_then_minus_one(
     data: st.DataObject, width: int, topk: int
@@ -181,7 +182,7 @@ def test_a_forbidden_key_is_never_chosen_however_good_and_never_uses_up_a_choice
     assert select_keys(scores, torch.zeros_like(allowed), 2).tolist() == [[[-1, -1]]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),
     length=st.integers(1, 14),
@@ -239,6 +240,21 @@ def test_a_source_makes_keys_and_chooses_by_project_norm_rotate_score(layer: int
     assert state.chosen is not None
     assert torch.equal(state.chosen, select_keys(scores, allowed, 3))
     assert (state.candidates is None) == (layer == SOURCE)
+
+
+def test_the_weights_of_the_heads_are_divided_by_the_roots_of_dim_and_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, seen = Bench(SINGLE, 5), list[Tensor]()
+
+    def note(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        seen.append(weights)
+        return score_keys(queries, keys, weights)
+
+    monkeypatch.setattr("annotate_fsdp.models.deepseek_v41.indexer.score_keys", note)
+    bench.run(Compressed())
+    expected = bench.x @ bench.indexer.weights_proj.weight.T / math.sqrt(32) / math.sqrt(4)
+    torch.testing.assert_close(seen[0], expected)
 
 
 def test_the_narrowing_source_is_not_held_to_its_own_candidates() -> None:

@@ -88,7 +88,7 @@ def rows(draw: st.DrawFn) -> list[float]:
 
 @every_format
 def test_every_channel_is_rounded_with_the_scale_of_its_group(form: Format) -> None:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(row=rows(), block=st.sampled_from([form.block, 3, 5]))
     def check(row: list[float], block: int) -> None:
         out = form.fake(torch.tensor([row, row]), block)
@@ -205,7 +205,7 @@ def test_groups_have_scales_of_their_own() -> None:
     assert torch.equal(fake_mxfp4(x, 16)[:16], fake_mxfp4(x[:16]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(value=st.floats(-600, 600, width=32))
 def test_both_roundings_are_nearest_even_and_saturate(value: float) -> None:
     x = torch.tensor([value])
@@ -213,7 +213,7 @@ def test_both_roundings_are_nearest_even_and_saturate(value: float) -> None:
     assert round_to_fp4(x).item() == e2m1(value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(exponent=st.integers(-126, 126))
 def test_a_power_of_two_is_its_own_ceiling_and_the_next_number_has_the_next(exponent: int) -> None:
     power = torch.tensor([2.0**exponent])
