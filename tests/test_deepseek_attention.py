@@ -103,18 +103,21 @@ def test_a_source_reads_its_window_and_the_keys_that_it_chose(source: int) -> No
     torch.testing.assert_close(out, slow_attention(attention, x, state), rtol=1e-4, atol=1e-4)
 
 
-def test_a_later_layer_reads_the_sources_keys_and_leaves_the_state_as_it_is() -> None:
+def test_a_later_layer_reads_the_sources_keys_and_makes_none() -> None:
     _, state = attention_of(SOURCE)(normal(1, 21, 64), Compressed())
     attention, x = attention_of(REUSE, seed=1), normal(1, 21, 64, seed=1)
-    out, after = attention(x, state)
-    assert after is state
+    out, made = attention(x, state)
+    assert made == Compressed()
+    assert state.after(made) is state
     torch.testing.assert_close(out, slow_attention(attention, x, state), rtol=1e-4, atol=1e-4)
 
 
 def test_a_reindexing_layer_replaces_the_choice_and_keeps_the_keys() -> None:
     _, state = attention_of(SINGLE, index_topk=3)(normal(1, 21, 64), Compressed())
     attention, x = attention_of(REINDEX, seed=1, index_topk=3), normal(1, 21, 64, seed=1)
-    out, after = attention(x, state)
+    out, made = attention(x, state)
+    assert made.kv is made.index_keys is made.candidates is None
+    after = state.after(made)
     assert after.kv is state.kv
     assert after.index_keys is state.index_keys
     assert after.candidates is state.candidates
@@ -127,7 +130,7 @@ def test_a_reindexing_layer_replaces_the_choice_and_keeps_the_keys() -> None:
 def test_a_source_replaces_all_that_came_before() -> None:
     _, state = attention_of(SINGLE)(normal(1, 8, 64), Compressed())
     assert state.candidates is not None
-    _, after = attention_of(SOURCE)(normal(1, 8, 64), state)
+    after = state.after(attention_of(SOURCE)(normal(1, 8, 64), state)[1])
     assert after.candidates is None
     assert after.kv is not None
     assert after.index_keys is not None

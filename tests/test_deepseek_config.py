@@ -150,6 +150,7 @@ def test_released_holds_every_number_of_its_file_and_rounds_the_cache() -> None:
     text = {key: tuple(v) if isinstance(v, list) else v for key, v in text_values().items()}
     fields = released["text_config"].keys() & text.keys()
     assert released["text_config"].keys() - fields == {"cache_fake_quantization"}
+    assert released["vision_config"].pop("initializer_range") == 0.02
     text["rope_scaling"] = {name: text["rope_scaling"][name] for name in YARN_FIELDS}
     assert released["text_config"] == {n: text[n] for n in fields} | {"cache_fake_quantization": True}
     assert released["vision_config"] == {n: vision_values()[n] for n in released["vision_config"]}

@@ -80,7 +80,7 @@ class DeepseekV41Indexer(nn.Module):
             visible = visible_keys(x.shape[1], self.ratio, x.device)
             candidates = select_candidates(scores, allowed, visible, self.blocks, self.block_size)
             made = made._replace(candidates=candidates)
-        elif state.candidates is not None:
+        elif made.index_keys is None and state.candidates is not None:
             allowed = allowed & state.candidates
         return made._replace(chosen=select_keys(scores, allowed, self.topk))
 
