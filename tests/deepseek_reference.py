@@ -55,8 +55,9 @@ def gelu(x: Array) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    exponentials: Array = np.exp(x - x.max())
-    return exponentials / exponentials.sum()
+    exponentials = np.exp(x - x.max())
+    shares: Array = exponentials / exponentials.sum()
+    return shares
 
 
 # Rotary embedding
@@ -186,7 +187,7 @@ def scale_of(kind: str, biggest: np.float32) -> np.float32:
 
 
 #: A relative error that fp32 may have made where a value is rounded.
-NEAR = 2e-6
+NEAR = 1e-6
 
 BLOCKS = {"fp8": 32, "mxfp4": 32, "nvfp4": 16}
 
