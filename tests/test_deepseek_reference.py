@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from deepseek_reference import SlowModel, hash_multipliers, hash_primes, hashed_rows, quantized
 from hypothesis import HealthCheck, assume, given, settings
