@@ -285,6 +285,11 @@ def changed(tensor: Tensor, at: int, value: int) -> Tensor:
             "grid: rows and columns of patches of each image, not [[2, 0]]",
         ),
         (
+            (IDS, PIXELS, torch.tensor([[2.0, 3.0]]), TYPES),
+            "grid: rows and columns of patches of each image, not [[2.0, 3.0]]",
+        ),
+        ((IDS, PIXELS, GRID, torch.full_like(TYPES, -2)), "types: -2 is no TokenType"),
+        (
             (IDS, PIXELS[:, :2], GRID, TYPES),
             "pixel_values: [patches, 3, 2, 2], not [6, 2, 2, 2]",
         ),

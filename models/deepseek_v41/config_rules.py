@@ -169,7 +169,7 @@ def _broken_schedule(config: DeepseekV41TextConfig) -> Iterator[Broken]:
             rule = f"layer {layer} reads layer {source}, whose ratio is {ratios[source]}, not {ratio}"
             yield "compress_ratios", ratios, rule
     candidate = config.candidate_source_layer_id
-    if candidate != -1 and candidate not in kv:
+    if candidate != -1 and not (is_count(candidate, 0) and candidate in kv):
         rule = f"it must be -1 or one of kv_source_layer_ids, {kv}"
         yield "candidate_source_layer_id", candidate, rule
 

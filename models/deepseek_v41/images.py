@@ -10,6 +10,7 @@ from torch import Tensor
 
 from annotate_fsdp.models.deepseek_v41.config import DeepseekV41Config
 from annotate_fsdp.models.deepseek_v41.vision import Grid
+from annotate_fsdp.models.fields import is_count
 
 
 class TokenType(IntEnum):
@@ -46,7 +47,7 @@ def read_grid(config: DeepseekV41Config, pixel_values: Tensor | None, grid: Tens
             "pixel_values: this model has no vision tower (vision_config.num_hidden_layers is 0)"
         )
     pairs = grid.tolist() if isinstance(grid, Tensor) else [tuple(pair) for pair in grid]
-    if not all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+    if not all(len(pair) == 2 and all(is_count(size) for size in pair) for pair in pairs):
         raise ValueError(f"grid: rows and columns of patches of each image, not {pairs}")
     patch = (3, config.vision_config.patch_size, config.vision_config.patch_size)
     if tuple(pixel_values.shape[1:]) != patch:
@@ -72,6 +73,8 @@ def check_types(config: DeepseekV41Config, ids: Tensor, types: Tensor | None, gr
         return None
     if types.shape != ids.shape:
         raise ValueError(f"types: {list(types.shape)} for ids {list(ids.shape)}")
+    if bool((types < TokenType.TEXT).any()):
+        raise ValueError(f"types: {int(types.min())} is no TokenType")
     is_image = types >= 0
     ratio = config.vision_config.downsample_ratio
     spans = [image_span(rows, columns, ratio) for rows, columns in grid]
