@@ -388,6 +388,11 @@ RULES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"candidate_source_layer_id": 1},
     ),
     (
+        {"candidate_source_layer_id": 3.0},
+        "candidate_source_layer_id is 3.0, but it must be -1 or one of kv_source_layer_ids, (1, 3)",
+        {"candidate_source_layer_id": 3},
+    ),
+    (
         {"candidate_source_layer_id": -2},
         "candidate_source_layer_id is -2, but it must be -1 or one of kv_source_layer_ids, (1, 3)",
         {"candidate_source_layer_id": -1},
