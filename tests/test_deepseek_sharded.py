@@ -146,8 +146,7 @@ def one_training(storage: str, images: bool, checkpointing: bool, engram: bool) 
     return wrong + ([] if len(blocks) == 5 and seen.agrees else ["units"])
 
 
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
-@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize(("storage", "images"), [("fp32", False), ("bf16", True)])
 def test_it_trains_in_bf16_with_fp32_islands(ranks: Pool, storage: str, images: bool) -> None:
     assert ranks.run(one_training, storage, images, False, True) == [[], []]
 
@@ -155,9 +154,10 @@ def test_it_trains_in_bf16_with_fp32_islands(ranks: Pool, storage: str, images: 
 @pytest.mark.slow
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
-def test_it_trains_recomputed_and_without_engram(ranks: Pool, storage: str, images: bool) -> None:
-    for checkpointing, engram in ((True, True), (True, False), (False, False)):
-        assert ranks.run(one_training, storage, images, checkpointing, engram) == [[], []]
+def test_it_trains_recomputed_or_not_with_and_without_engram(ranks: Pool, storage: str, images: bool) -> None:
+    for checkpointing in (False, True):
+        for engram in (False, True):
+            assert ranks.run(one_training, storage, images, checkpointing, engram) == [[], []]
 
 
 def parity(images: bool, checkpointing: bool) -> list[str]:
@@ -192,7 +192,7 @@ def differing(name: str, ours: Tensor | None, theirs: Tensor | None) -> list[str
     return [] if error <= TOLERANCE else [f"{name}: {error:.1e}"]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fp32_losses_gradients_and_choices_are_the_unsharded_models(ranks: Pool, world: int) -> None:
     for images in (False, True):
         assert ranks.run(parity, images, False, world=world) == [[]] * world
@@ -303,6 +303,6 @@ def from_meta(storage: str) -> tuple[bool, bool, list[str]]:
     return torch.equal(*losses), same, wrong
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("storage", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_built_on_meta_it_computes_as_the_directly_built_one(ranks: Pool, storage: str) -> None:
     assert ranks.run(from_meta, storage) == [(True, True, [])] * 2
