@@ -30,6 +30,7 @@ from annotate_fsdp.policies import policy_dtype
 # torch.compile's OptimizedModule. Their names are left out of every path.
 WRAPPER_CHILDREN = ("_checkpoint_wrapped_module", "_orig_mod")
 _FSDP_NAME = re.compile(r"__fsdp_\w*__")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what every instance has
 
 
 @dataclass(eq=False)
@@ -114,7 +115,10 @@ def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 def original_class(module: nn.Module) -> type:
     """Return the class the author wrote; `fully_shard` puts a generated one in its place."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    cls = type(module)
+    if not issubclass(cls, FSDPModule):
+        return cls
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
 
 
 def collect_tree(model: nn.Module) -> Tree:
@@ -264,7 +268,7 @@ def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:
 
 def _mark_in(attributes: Mapping[str, object], path: str, place: str) -> tuple[Mark | None, list[Finding]]:
     """Read the mark out of one namespace; a broken mark still counts as a plain unit mark."""
-    names = [name for name in attributes if name.startswith("__fsdp_")]
+    names = sorted(name for name in attributes.keys() - _MODULE_ATTRIBUTES if name.startswith("__fsdp_"))
     if not names:
         return None, []
     findings = [

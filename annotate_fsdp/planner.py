@@ -131,6 +131,13 @@ class Planner:
             self._look_around_node(node)
 
     def _look_around_node(self, node: Node) -> None:
+        if len(node.parents) == 1:  # the way of almost all nodes
+            parent = node.parents[0]
+            own = self.draft_of.get(parent)
+            way = self.on_every_way[parent]
+            self.around[node.index] = self.around[parent] if own is None else (own,)
+            self.on_every_way[node.index] = way if own is None else way | {id(own)}
+            return
         nearest: dict[int, _Draft] = {}
         ways: list[frozenset[int]] = []
         for parent in node.parents:
@@ -166,11 +173,12 @@ class Planner:
             if spec is not None and spec.group is not None and draft.nodes != [0]:
                 around = frozenset(id(outer) for outer in self.around[draft.nodes[0]])
                 groups.setdefault((spec.group, around), []).append(draft)
-        for (name, _), drafts in groups.items():
-            if len(drafts) > 1:
-                merged = self._merge(drafts, f"{drafts[0].provenance}, group {name!r}")
-                merged.why = GROUP_STAYS_GATHERED
-        self._drop_merged()
+        several = [(name, drafts) for (name, _), drafts in groups.items() if len(drafts) > 1]
+        for name, drafts in several:
+            merged = self._merge(drafts, f"{drafts[0].provenance}, group {name!r}")
+            merged.why = GROUP_STAYS_GATHERED
+        if several:
+            self._drop_merged()
 
     def _merge(self, drafts: list[_Draft], provenance: str) -> _Draft:
         """Make one draft of several, at the place of the first."""
@@ -191,8 +199,10 @@ class Planner:
 
     def _place_shared_modules(self) -> None:
         """Make a unit of each module that several units register and none of them encloses the rest."""
+        is_changed = False
         for node in self.parents_first:
-            self._look_around_node(node)
+            if is_changed:
+                self._look_around_node(node)
             if len(node.parents) < 2 or node.index in self.draft_of or node.index in self.ignored_nodes:
                 continue
             around = self.around[node.index]
@@ -203,7 +213,7 @@ class Planner:
                 draft = self._new_draft([node.index], [None], f"default: shared by {users}")
                 draft.is_tie = True
                 draft.why = TIE_STAYS_GATHERED
-                self._look_around_node(node)
+                is_changed = True
 
     # -- which unit owns which parameter -----------------------------------------------------------
 
@@ -294,6 +304,8 @@ class Planner:
         """A tied weight can have one compute and one reduce dtype only."""
         for held, owner, reached in placed:
             for draft in reached:
+                if draft.policy == owner.policy:
+                    continue
                 here, there = _dtypes(owner.policy), _dtypes(draft.policy)
                 if here != there:
                     self._disagree(

@@ -80,7 +80,8 @@ def _fake(x: Tensor, block: int, scale_and_round: Callable[[Tensor, Tensor], Ten
         wide = F.pad(x.float(), (0, -channels % block)).unflatten(-1, (-1, block))
         rounded = scale_and_round(wide, wide.abs().amax(-1, keepdim=True))
         value = rounded.flatten(-2)[..., :channels].to(x.dtype)
-    return _StraightThrough.apply(x, value)  # type: ignore[no-any-return, no-untyped-call]  # torch
+    straight_through: Callable[[Tensor, Tensor], Tensor] = _StraightThrough.apply
+    return straight_through(x, value)
 
 
 class _StraightThrough(torch.autograd.Function):
