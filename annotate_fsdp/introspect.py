@@ -44,7 +44,9 @@ def plan_of(model: nn.Module) -> Plan:
     owned = {member for unit in units for member in unit.members}
     rest = tuple(held.path for held in tree.held if held.path not in owned)
     mesh = next((unit.mesh for unit in reversed(units) if unit.mesh), None)
-    return Plan(units, mesh, rest)
+    paths = {path for unit in units for path in unit.paths}
+    finished = sorted(tree.nodes, key=lambda node: node.finished)
+    return Plan(units, mesh, rest, tuple(node.path for node in finished if node.path in paths))
 
 
 def read_units(tree: Tree) -> tuple[Unit, ...]:

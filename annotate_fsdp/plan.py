@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,11 +70,66 @@ class ParamInfo:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """What our hooks do at the boundary of one module.
+
+    - path: FQN of the module.
+    - inputs, outputs: dtype that floating tensors are cast to, None to leave them.
+    - is_folded: the module is no FSDP module; called outside of its unit's forward it is an error.
+    """
+
+    path: str
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+    is_folded: bool = False
+
+    def __str__(self) -> str:
+        words = [f"in {dtype_name(self.inputs)}"] if self.inputs else []
+        words += [f"out {dtype_name(self.outputs)}"] if self.outputs else []
+        words += ["folded"] if self.is_folded else []
+        return f"{self.path} ({', '.join(words) or 'none'})"
+
+
+@dataclass(frozen=True)
+class Island:
+    """A tagged module that a mark made a unit of and that was grouped or folded.
+
+    - lowering: `"group"` or `"fold"`.
+    - why: the reason.
+    - policy: what its own unit would be sharded with.
+    - members: FQNs of its parameters.
+    - gathered_bytes: bytes of one gathered copy.
+    """
+
+    path: str
+    class_name: str
+    provenance: str
+    lowering: str
+    why: str
+    policy: MixedPrecisionPolicy
+    members: tuple[str, ...]
+    gathered_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return {
+            "path": self.path,
+            "class_name": self.class_name,
+            "provenance": self.provenance,
+            "lowering": self.lowering,
+            "why": self.why,
+            "policy": policy_to_dict(self.policy),
+            "members": list(self.members),
+            "gathered_bytes": self.gathered_bytes,
+        }
+
+
+@dataclass(frozen=True)
 class Unit:
     """One `fully_shard` call.
 
-    Compared: `paths`, `members`, `policy`, `reshard_after_forward`, `mesh`, `offload_policy`. Not
-    compared: where it comes from and how it looks.
+    Compared: `paths`, `members`, `policy`, `reshard_after_forward`, `mesh`, `offload_policy`,
+    `param_dtypes`, `casts`. Not compared: where it comes from and how it looks.
 
     - paths: FQNs of the modules in the call; `("",)` is the root.
     - members: FQNs of the parameters it gathers and frees.
@@ -82,11 +138,16 @@ class Unit:
       False for what turns out to be the root and else True.
     - class_names: the modules' classes as the author wrote them.
     - provenance: the mark, rule or default that made it.
-    - lowering: `"unit"` (its own call) or `"kept"` (it was sharded before).
+    - lowering: `"unit"` (its own call), `"group"` (one call for several islands) or `"kept"` (it was
+      sharded before).
     - why: the reason for the lowering, if there is one to give.
     - parameters: the members in detail, in the order of `members`.
     - excluded: FQNs of parameters below it that another unit owns, or nobody.
     - forward_methods: (path, method) pairs to register as entry points.
+    - param_dtypes: (FQN, dtype) of the members that compute in another dtype than the policy's.
+    - casts: the modules whose inputs and outputs our own hooks cast, since they are no units of FSDP2 or
+      share one; see `Cast`.
+    - islands: what the marks meant that was grouped or folded into this unit; see `Island`.
     """
 
     paths: tuple[str, ...]
@@ -95,6 +156,8 @@ class Unit:
     reshard_after_forward: bool | int | None
     mesh: MeshSpec | None
     offload_policy: OffloadPolicy
+    param_dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    casts: tuple[Cast, ...] = ()
     class_names: tuple[str, ...] = field(default=(), compare=False)
     provenance: str = field(default="", compare=False)
     lowering: str = field(default="unit", compare=False)
@@ -102,6 +165,7 @@ class Unit:
     parameters: tuple[ParamInfo, ...] = field(default=(), compare=False)
     excluded: tuple[str, ...] = field(default=(), compare=False)
     forward_methods: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    islands: tuple[Island, ...] = field(default=(), compare=False)
 
     @property
     def path(self) -> str:
@@ -140,9 +204,18 @@ class Unit:
         """Dtypes its parameters have inside forward."""
         if not self.parameters:
             return ()
-        if self.policy.param_dtype is not None:
-            return (self.policy.param_dtype,)
-        return self.storage_dtypes
+        count: Counter[torch.dtype] = Counter()
+        for parameter in self.parameters:
+            count[self.compute_dtype(parameter)] += parameter.numel * parameter.dtype.itemsize
+        return tuple(dtype for dtype, _ in count.most_common())
+
+    def compute_dtype(self, parameter: ParamInfo) -> torch.dtype:
+        """Return the dtype that one of its parameters has inside forward."""
+        return self._own_dtypes.get(parameter.path, self.policy.param_dtype) or parameter.dtype
+
+    @cached_property
+    def _own_dtypes(self) -> dict[str, torch.dtype]:
+        return dict(self.param_dtypes)
 
     @property
     def reduce_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -168,8 +241,7 @@ class Unit:
     def gathered_bytes(self) -> int:
         """Bytes of one gathered copy in the compute dtype, padding included."""
         shard = self.mesh.shard if self.mesh else 1
-        compute = self.policy.param_dtype
-        return sum(p.sharded_numel(shard) * shard * (compute or p.dtype).itemsize for p in self.parameters)
+        return sum(p.sharded_numel(shard) * shard * self.compute_dtype(p).itemsize for p in self.parameters)
 
     def collectives(self) -> dict[str, int]:
         """Collectives of one training step in which it runs once and all gradients are reduced.
@@ -210,6 +282,8 @@ class Unit:
             "collectives": self.collectives(),
             "excluded": list(self.excluded),
             "forward_methods": [list(pair) for pair in self.forward_methods],
+            "param_dtypes": {path: dtype_name(dtype) for path, dtype in self.param_dtypes},
+            "islands": [island.to_dict() for island in self.islands],
         }
 
 
@@ -220,11 +294,18 @@ class Plan:
     `==` compares the layout: for each unit its paths, members, policy, reshard flag, mesh and offload
     policy, but neither provenance nor reasons. A mesh is compared only where both plans know theirs, so
     that a plan made without a mesh can be held against one read back from a sharded model.
+
+    - units: in application order.
+    - mesh: None if it was planned without one.
+    - ignored: FQNs of the parameters that FSDP leaves alone.
+    - sequence: paths of all modules in the units, children before parents in registration order: the order
+      in which their forwards end, as far as that can be known without running them.
     """
 
     units: tuple[Unit, ...]
     mesh: MeshSpec | None = None
     ignored: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -319,6 +400,8 @@ def unit_facts(unit: Unit) -> dict[str, str]:
         "mesh": str(unit.mesh),
         "offload": offload_name(unit.offload_policy),
         "excluded": ", ".join(unit.excluded),
+        "param_dtypes": _dtypes_text(unit.param_dtypes),
+        "casts": ", ".join(map(str, unit.casts)),
     }
     for parameter in unit.parameters:
         flag = "trainable" if parameter.trainable else "frozen"
@@ -337,6 +420,12 @@ def _unit_differences(mine: Unit, theirs: Unit) -> Iterator[tuple[str, object, o
     for name, value in ours.items():
         if value != others[name]:
             yield name, value, others[name]
+    if mine.param_dtypes != theirs.param_dtypes:
+        yield "param_dtypes", _dtypes_text(mine.param_dtypes), _dtypes_text(theirs.param_dtypes)
+    if mine.casts != theirs.casts:
+        here = sorted(map(str, set(mine.casts) - set(theirs.casts)))
+        there = sorted(map(str, set(theirs.casts) - set(mine.casts)))
+        yield "casts", _some(here), _some(there)
     if mine.reshard_after_forward != theirs.reshard_after_forward or (
         isinstance(mine.reshard_after_forward, bool) != isinstance(theirs.reshard_after_forward, bool)
     ):
@@ -345,6 +434,10 @@ def _unit_differences(mine: Unit, theirs: Unit) -> Iterator[tuple[str, object, o
         yield "mesh", mine.mesh, theirs.mesh
     if mine.offload_policy != theirs.offload_policy:
         yield "offload_policy", mine.offload_policy, theirs.offload_policy
+
+
+def _dtypes_text(dtypes: tuple[tuple[str, torch.dtype], ...]) -> str:
+    return ", ".join(f"{path}: {dtype_name(dtype)}" for path, dtype in dtypes) or "none"
 
 
 def _some(paths: list[str]) -> str:

@@ -82,7 +82,9 @@ class Planner:
         paths = {node.path: node.finished for node in self.tree.nodes}
         parents = {node.path: [self.tree.nodes[p].path for p in node.parents] for node in self.tree.nodes}
         ignored = tuple(held.path for held in self.tree.held if id(held.parameter) in self.ignored)
-        return Plan(order_units(units, paths, parents), self.options.mesh, ignored)
+        sequence = [path for unit in units for path in unit.paths]
+        sequence.sort(key=paths.__getitem__)
+        return Plan(order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence))
 
     # -- which modules are units -------------------------------------------------------------------
 

@@ -814,6 +814,8 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "collectives": {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1},
                 "excluded": [],
                 "forward_methods": [],
+                "param_dtypes": {},
+                "islands": [],
             },
             {
                 "paths": [""],
@@ -841,6 +843,8 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "collectives": {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0},
                 "excluded": [],
                 "forward_methods": [],
+                "param_dtypes": {},
+                "islands": [],
             },
         ],
     }

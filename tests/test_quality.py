@@ -25,6 +25,7 @@ ORDER = [
     "marks",
     "policies",
     "collect",
+    "collectives",
     "plan",
     "planner",
     "lowering",
