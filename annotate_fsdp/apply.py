@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
-from annotate_fsdp.collect import Tree, is_on_mesh
+from annotate_fsdp.boundary import Boundary
+from annotate_fsdp.collect import Held, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
@@ -23,6 +31,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
     """
     modules = {node.path: node.module for node in tree.nodes}
     parameters = {held.path: held.parameter for held in tree.held}
+    places = {held.path: _place(tree, held) for held in tree.held}
     meshes = _mesh_arguments(mesh, dp_mesh_dims)
     done: list[str] = []
     for unit in plan.units:
@@ -32,7 +41,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         try:
             fully_shard(
                 targets if len(targets) > 1 else targets[0],
-                mp_policy=unit.policy,
+                mp_policy=_policy(unit, parameters),
                 offload_policy=unit.offload_policy,
                 reshard_after_forward=unit.reshard_after_forward,
                 ignored_params={parameters[path] for path in unit.excluded} or None,
@@ -41,10 +50,31 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         except Exception as error:
             raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
+        for cast, island in zip(unit.casts, unit.islands, strict=True):
+            Boundary(cast, unit.path, *places[island.members[0]]).install(modules[cast.path])
     for unit in plan.units:
         if unit.lowering != "kept":
             for path, method in unit.forward_methods:
                 register_fsdp_forward_method(modules[path], method)
+
+
+def _place(tree: Tree, held: Held) -> tuple[nn.Module, str]:
+    """Where a parameter is found, also after it was replaced."""
+    owner = tree.nodes[held.owners[0]].inner
+    return owner, next(name for name, value in owner._parameters.items() if value is held.parameter)
+
+
+def _policy(unit: Unit, parameters: dict[str, nn.Parameter]) -> MixedPrecisionPolicy:
+    """The unit's policy, with the dtypes of the members that compute in another one."""
+    if not unit.param_dtypes:
+        return unit.policy
+    dtypes = {id(parameters[path]): dtype for path, dtype in unit.param_dtypes}
+
+    def own_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+        return dtypes.get(id(parameter))
+
+    # a field that only torch >= 2.15 has; the plan names no such dtypes on older ones
+    return replace(unit.policy, param_dtype_override_fn=own_dtype)  # type: ignore[call-arg, unused-ignore]
 
 
 def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:

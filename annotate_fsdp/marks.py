@@ -74,6 +74,12 @@ class UnitSpec:
         if findings:
             raise AnnotationError(findings)
 
+    @property
+    def names_precision(self) -> bool:
+        """Whether it says anything about dtypes, and not only what is gathered and freed at once."""
+        said = (self.policy, self.casts_itself, self.reduce_dtype, self.output_dtype)
+        return said != ("inherit", False, None, "enclosing")
+
 
 @dataclass(frozen=True)
 class Off:

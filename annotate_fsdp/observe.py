@@ -14,7 +14,7 @@ from torch import nn
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.introspect import applied_plan, fsdp_state, plan_of, shards_of, watch_entries
 from annotate_fsdp.observation import Observation, Verdict
-from annotate_fsdp.plan import Plan, Unit
+from annotate_fsdp.plan import Island, Plan, Unit
 from annotate_fsdp.probes import COLLECTIVES, CountCollectives, float_dtypes, in_backward, tensors_in
 from annotate_fsdp.verdict import Seen, compare_with_plan, notes_on, summarize
 
@@ -71,9 +71,15 @@ class _Recorder:
         """Yield every module that is a unit, in the plan or in FSDP2's state, in application order."""
         planned = {path: unit for unit in self.plan.units for path in unit.paths}
         actual = {path: unit for unit in self.actual.units for path in unit.paths}
-        for path in {**planned, **actual}:
+        islands = {island.path: (island, unit) for unit in self.plan.units for island in unit.islands}
+        owners = {member: unit for unit in self.actual.units for member in unit.members}
+        for path in {**planned, **actual, **islands}:
             class_name = self.nodes[path].class_name if path in self.nodes else "a module that is not there"
-            yield Seen(path, class_name, planned.get(path), actual.get(path))
+            island, unit = islands.get(path, (None, planned.get(path)))
+            held = actual.get(path)
+            if held is None and island is not None and island.lowering == "fold":
+                held = owners.get(island.members[0])
+            yield Seen(path, class_name, unit, held, island)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -83,7 +89,7 @@ class _Recorder:
         holders = _find_holders(self.tree)
         for seen in self.seen:
             if seen.path in self.nodes:
-                members = [path for unit in (seen.planned, seen.actual) if unit for path in unit.members]
+                members = _members_inside(seen)
                 held = [holder for path in dict.fromkeys(members) for holder in holders.get(path, ())]
                 self._watch(self.nodes[seen.path], seen, held, stack)
         self._watch_root(_hooked_module(self.tree.root), stack)
@@ -251,6 +257,19 @@ def _watched_units(plan: Plan, actual: Plan) -> Iterator[Unit]:
     planned = {path for unit in plan.units for path in unit.paths}
     yield from plan.units
     yield from (unit for unit in actual.units if not planned.issuperset(unit.paths))
+
+
+def _members_inside(seen: Seen) -> list[str]:
+    """FQNs of the parameters that its forward needs gathered."""
+    if seen.island is not None:
+        return list(seen.island.members)
+    folded = {path for island in _folded(seen.planned) for path in island.members}
+    units = [unit for unit in (seen.planned, seen.actual) if unit]
+    return [path for unit in units for path in unit.members if path not in folded]
+
+
+def _folded(unit: Unit | None) -> Iterator[Island]:
+    return (island for island in (unit.islands if unit else ()) if island.lowering == "fold")
 
 
 def _only_for(module: nn.Module) -> Callable[[Callable[..., None]], Callable[..., None]]:

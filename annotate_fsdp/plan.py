@@ -524,3 +524,12 @@ def offload_name(policy: OffloadPolicy) -> str:
     if isinstance(policy, CPUOffloadPolicy):
         return "cpu-pinned" if policy.pin_memory else "cpu"
     return "none"
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit: 16 KiB, 2.6 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{f'{count:.1f}'.removesuffix('.0')} {unit}"

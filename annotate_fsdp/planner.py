@@ -36,6 +36,18 @@ class PlanOptions:
     is_part: bool = False
 
 
+@dataclass(frozen=True)
+class Site:
+    """Where a planned unit lies, and whether it may be carried out in another way than by itself.
+
+    - around: paths of the units nearest around it; more than one if it is shared; () for the root.
+    - stays: why it must keep a call of its own, "" if it need not.
+    """
+
+    around: tuple[tuple[str, ...], ...]
+    stays: str
+
+
 @dataclass(eq=False)
 class _Draft:
     """A unit in the making: its nodes, and the mark of each node (None: the library made it a unit)."""
@@ -85,6 +97,41 @@ class Planner:
         sequence = [path for unit in units for path in unit.paths]
         sequence.sort(key=paths.__getitem__)
         return Plan(order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence))
+
+    def sites(self) -> dict[tuple[str, ...], Site]:
+        """Return where each unit of the plan lies, by its paths; to be called after `plan`."""
+        paths = {id(draft): self._paths(draft) for draft in self.drafts}
+        sites = {}
+        for draft in self.drafts:
+            around = {id(outer): paths[id(outer)] for node in draft.nodes for outer in self.around[node]}
+            sites[paths[id(draft)]] = Site(tuple(around.values()), self._why_it_stays(draft))
+        return sites
+
+    def _why_it_stays(self, draft: _Draft) -> str:
+        """Why a unit cannot be grouped or folded whatever the others are; "" if it can."""
+        spec = draft.specs[0]
+        node = self.tree.nodes[draft.nodes[0]]
+        if draft.kept is not None:
+            return "sharded before"
+        if draft.is_tie or any(len(held.owners) > 1 for held in draft.members):
+            return "it holds a tied weight"
+        if spec is None or len(draft.nodes) > 1:
+            return draft.why or draft.provenance
+        if draft.nodes == [0]:
+            return "the root"
+        if not spec.names_precision:
+            return "its mark names no precision, only what is gathered and freed at once"
+        if spec.reshard_after_forward not in (None, False):
+            return f"its mark says reshard_after_forward={spec.reshard_after_forward!r}"
+        if node.entry_points:
+            return "it has @fsdp_forward methods"
+        if getattr(draft.policy, "param_dtype_override_fn", None) is not None:
+            return "its policy has a param_dtype_override_fn"
+        if not draft.members:
+            return "it has nothing to gather"
+        if any(isinstance(held.parameter.data, DTensor) for held in draft.members) and not self.is_sharded:
+            return "its parameters are DTensors"
+        return ""
 
     # -- which modules are units -------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from annotate_fsdp import audit, fsdp_unit, plan_annotated, shard_annotated
 from annotate_fsdp.models.step5 import Step5Config, Step5ForCausalLM
-from annotate_fsdp.render import human_bytes, human_count, printable, render_units
+from annotate_fsdp.plan import human_bytes
+from annotate_fsdp.render import human_count, printable, render_units
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
