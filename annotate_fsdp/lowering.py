@@ -79,8 +79,9 @@ def lower_plan(
         plan: as the marks mean it.
         surroundings: of that plan.
         lowering: one of `LOWERINGS`.
-        merge_below: gathered bytes up to which a unit is small.
-        group_bytes: gathered bytes that one group holds at most.
+        merge_below: bytes in the compute dtype up to which a unit is small; padding does not count, so that
+            the layout is the same on every number of ranks.
+        group_bytes: such bytes that one group holds at most.
         can_fold: whether torch can compute with one parameter of a unit in another dtype.
     """
     assert lowering in LOWERINGS, lowering
@@ -90,6 +91,7 @@ def lower_plan(
     if lowering == "fold":
         work.fold(can_fold)
     work.group()
+    work.join()
     return work.result()
 
 
@@ -105,6 +107,8 @@ class _Lowering:
         self.position = {p.path: i for i, p in enumerate(_registered(plan))}
         self.folded_into: dict[Paths, Paths] = {}
         self.why_not_folded: dict[Paths, str] = {}
+        self.hosts: dict[Paths, _Host] = {}
+        self.deferred: dict[Paths, _Host] = {}
 
     def result(self) -> Plan:
         """Return the lowered plan, its units in application order."""
@@ -117,7 +121,7 @@ class _Lowering:
         """Why a unit keeps its own call whatever the others are; "" if that depends on them."""
         if stays := self.surroundings.sites[unit.paths].stays:
             return stays
-        if (size := unit.gathered_bytes()) > self.merge_below:
+        if (size := unit.whole_bytes()) > self.merge_below:
             return human_bytes(size)
         if len(unit.storage_dtypes) > 1:
             return f"stored in {_and(unit.storage_dtypes)}"
@@ -126,8 +130,11 @@ class _Lowering:
     # -- fold --------------------------------------------------------------------------------------
 
     def fold(self, can_fold: bool) -> None:
-        """Fold what may be folded, outermost first, so that what it is folded into is settled."""
-        hosts: dict[Paths, _Host] = {}
+        """Fold what may be folded, outermost first, so that what it is folded into is settled.
+
+        A unit without parameters of its own gathers nothing; what is folded into it costs the collectives
+        that a group saves. That is done only if there is nothing to group with.
+        """
         for unit in reversed(self.plan.units):
             if self._why_own(unit):
                 continue
@@ -136,18 +143,27 @@ class _Lowering:
                 self.why_not_folded[unit.paths] = "shared by several units"
                 continue
             paths = self.folded_into.get(around[0], around[0])
-            host = hosts.setdefault(paths, _Host(self.units[paths]))
+            host = self.hosts.setdefault(paths, _Host(self.units[paths]))
             if wrong := host.why_not(unit, can_fold):
                 self.why_not_folded[unit.paths] = wrong
-                continue
-            host.take(unit)
-            self.folded_into[unit.paths] = paths
-            del self.units[unit.paths]
-        for paths, host in hosts.items():
-            if host.taken:
-                self.units[paths] = self._joined(host)
+            elif not host.unit.members:
+                self.why_not_folded[unit.paths] = f"{host.unit.name} gathers nothing of its own"
+                self.deferred[unit.paths] = host
+            else:
+                self._fold_into(unit, host)
 
-    def _joined(self, taker: _Host) -> Unit:
+    def _fold_into(self, unit: Unit, host: _Host) -> None:
+        host.take(unit)
+        self.folded_into[unit.paths] = host.unit.paths
+        del self.units[unit.paths]
+
+    def join(self) -> None:
+        """Give every host what was folded into it."""
+        for paths, host in self.hosts.items():
+            if host.taken:
+                self.units[paths] = self._joined(host, self.units[paths].why)
+
+    def _joined(self, taker: _Host, why: str) -> Unit:
         host, taken = taker.unit, sorted(taker.taken, key=lambda unit: self.surroundings.finished[unit.path])
         parameters = self._in_order(p for unit in (host, *taken) for p in unit.parameters)
         members = {parameter.path: None for parameter in parameters}
@@ -157,6 +173,7 @@ class _Lowering:
         islands = [_island(unit, "fold", _why_folded(unit, host)) for unit in taken]
         return replace(
             host,
+            why=why,
             members=tuple(members),
             parameters=parameters,
             param_dtypes=tuple((p.path, computes[p.path]) for p in own),
@@ -185,13 +202,18 @@ class _Lowering:
                 continue
             key = (*_group_key(unit), heights[unit.paths])
             members = open_groups.get(key)
-            if members is None or _gathered(members) + unit.gathered_bytes() > self.group_bytes:
+            if (
+                members is None
+                or sum(m.whole_bytes() for m in members) + unit.whole_bytes() > self.group_bytes
+            ):
                 members = open_groups[key] = []
                 groups.append(members)
             members.append(unit)
         for members in groups:
             if len(members) > 1:
                 self._merge(members)
+            elif (host := self.deferred.get(members[0].paths)) is not None:
+                self._fold_into(members[0], host)
             else:
                 self._keep(members[0].paths, self._alone(members[0]))
 
@@ -214,7 +236,7 @@ class _Lowering:
         members = sorted(members, key=lambda unit: self.surroundings.finished[unit.path])
         parameters = self._in_order(p for unit in members for p in unit.parameters)
         first = members[0]
-        total = human_bytes(_gathered(members))
+        total = human_bytes(sum(unit.gathered_bytes() for unit in members))
         islands = [_island(unit, "group", self._why_grouped(unit)) for unit in members]
         for unit in members:
             del self.units[unit.paths]
@@ -240,7 +262,7 @@ class _Lowering:
 
     def _why_grouped(self, unit: Unit) -> str:
         not_folded = self.why_not_folded.get(unit.paths)
-        size = human_bytes(unit.gathered_bytes())
+        size = human_bytes(unit.whole_bytes())
         return f"grouped, not folded: {not_folded}" if not_folded else f"grouped: {size}"
 
     def _in_order(self, parameters: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
@@ -261,7 +283,7 @@ def _island(unit: Unit, lowering: str, why: str) -> Island:
         why=why,
         policy=unit.policy,
         members=unit.members,
-        gathered_bytes=unit.gathered_bytes(),
+        whole_bytes=unit.whole_bytes(),
     )
 
 
@@ -327,11 +349,7 @@ class _Host:
 def _why_folded(unit: Unit, host: Unit) -> str:
     stored = _and(unit.storage_dtypes)
     kind = f"{'an' if stored.startswith('f') else 'a'} {stored} unit"
-    return f"folded into {host.name}: {human_bytes(unit.gathered_bytes())}, {stored} stored in {kind}"
-
-
-def _gathered(units: list[Unit]) -> int:
-    return sum(unit.gathered_bytes() for unit in units)
+    return f"folded into {host.name}: {human_bytes(unit.whole_bytes())}, {stored} stored in {kind}"
 
 
 def _and(dtypes: Collection[torch.dtype]) -> str:

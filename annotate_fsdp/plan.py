@@ -98,7 +98,7 @@ class Island:
     - why: the reason.
     - policy: what its own unit would be sharded with.
     - members: FQNs of its parameters.
-    - gathered_bytes: bytes of one gathered copy.
+    - whole_bytes: bytes of its parameters in the compute dtype, without padding.
     """
 
     path: str
@@ -108,7 +108,7 @@ class Island:
     why: str
     policy: MixedPrecisionPolicy
     members: tuple[str, ...]
-    gathered_bytes: int
+    whole_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""
@@ -120,7 +120,7 @@ class Island:
             "why": self.why,
             "policy": policy_to_dict(self.policy),
             "members": list(self.members),
-            "gathered_bytes": self.gathered_bytes,
+            "whole_bytes": self.whole_bytes,
         }
 
 
@@ -242,6 +242,10 @@ class Unit:
         """Bytes of one gathered copy in the compute dtype, padding included."""
         shard = self.mesh.shard if self.mesh else 1
         return sum(p.sharded_numel(shard) * shard * self.compute_dtype(p).itemsize for p in self.parameters)
+
+    def whole_bytes(self) -> int:
+        """Bytes of its parameters in the compute dtype, without the padding that depends on the mesh."""
+        return sum(p.local_numel * self.compute_dtype(p).itemsize for p in self.parameters)
 
     def collectives(self) -> dict[str, int]:
         """Collectives of one training step in which it runs once and all gradients are reduced.
