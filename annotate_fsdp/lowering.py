@@ -192,23 +192,23 @@ class _Lowering:
         """
         heights = self._heights()
         open_groups: dict[tuple[object, ...], list[Unit]] = {}
+        filled: dict[tuple[object, ...], int] = {}
         groups: list[list[Unit]] = []
         for unit in self.plan.units:
             if unit.paths not in self.units:
                 continue
             if why := self._why_own(unit):
-                if self.surroundings.sites[unit.paths].around and unit.lowering != "kept":
+                if self.surroundings.sites[unit.paths].names_precision:
                     self._keep(unit.paths, why)
                 continue
             key = (*_group_key(unit), heights[unit.paths])
-            members = open_groups.get(key)
-            if (
-                members is None
-                or sum(m.whole_bytes() for m in members) + unit.whole_bytes() > self.group_bytes
-            ):
-                members = open_groups[key] = []
-                groups.append(members)
-            members.append(unit)
+            size = unit.whole_bytes()
+            if key not in open_groups or filled[key] + size > self.group_bytes:
+                open_groups[key] = []
+                filled[key] = 0
+                groups.append(open_groups[key])
+            open_groups[key].append(unit)
+            filled[key] += size
         for members in groups:
             if len(members) > 1:
                 self._merge(members)

@@ -42,10 +42,12 @@ class Site:
 
     - around: paths of the units nearest around it; more than one if it is shared; () for the root.
     - stays: why it must keep a call of its own, "" if it need not.
+    - names_precision: whether its mark asks for a dtype or a cast.
     """
 
     around: tuple[tuple[str, ...], ...]
     stays: str
+    names_precision: bool
 
 
 @dataclass(eq=False)
@@ -75,6 +77,7 @@ class Planner:
         self.parents_first = sorted(tree.nodes, key=lambda node: node.finished, reverse=True)
         self.ignored = self._ignored_parameters()
         self.drafts: list[_Draft] = []
+        self._resolved: dict[tuple[int, torch.dtype | None, bool], tuple[UnitSpec, MixedPrecisionPolicy]] = {}
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
         self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
@@ -104,7 +107,8 @@ class Planner:
         sites = {}
         for draft in self.drafts:
             around = {id(outer): paths[id(outer)] for node in draft.nodes for outer in self.around[node]}
-            sites[paths[id(draft)]] = Site(tuple(around.values()), self._why_it_stays(draft))
+            is_precise = any(spec is not None and spec.names_precision for spec in draft.specs)
+            sites[paths[id(draft)]] = Site(tuple(around.values()), self._why_it_stays(draft), is_precise)
         return sites
 
     def _why_it_stays(self, draft: _Draft) -> str:
@@ -453,14 +457,20 @@ class Planner:
                     self._disagree(path, _dtypes(outer[0]), where, _dtypes(policy), "compute and reduce")
             return replace(outer[0], output_dtype=None, cast_forward_inputs=False)
         spec = spec or UnitSpec()
+        enclosing = self._enclosing_dtype(node, spec)
+        key = (id(spec), enclosing, is_root)
+        if (known := self._resolved.get(key)) is not None and known[0] is spec:
+            return known[1]
         try:
-            return resolve_policy(
+            policy = resolve_policy(
                 spec,
                 base=self.options.mp_policy,
-                enclosing_dtype=self._enclosing_dtype(node, spec),
+                enclosing_dtype=enclosing,
                 policies=self.options.policies,
                 is_root=is_root,
             )
+            self._resolved[key] = (spec, policy)  # a class's mark is resolved once for all its instances
+            return policy
         except PolicyProblem as problem:
             declared = f"policy={_policy_text(spec.policy)} ({self.draft_of[node].provenance})"
             self.findings.append(Finding("AF108", "error", path, declared, problem.wrong, problem.write))

@@ -131,10 +131,7 @@ def shard_by_hand(model: Model, *, norm_dtype: torch.dtype, skip: int = -1) -> M
 
 def test_a_model_sharded_by_hand_is_held_against_its_marks() -> None:
     with fake_group(2):
-        assert (
-            audit(shard_by_hand(Model(), norm_dtype=torch.float32), mp_policy=BF16, lowering="unit").findings
-            == ()
-        )
+        assert audit(shard_by_hand(Model(), norm_dtype=torch.float32), mp_policy=BF16).findings == ()
         missing = audit(
             shard_by_hand(Model(), norm_dtype=torch.float32, skip=1), mp_policy=BF16, lowering="unit"
         )
