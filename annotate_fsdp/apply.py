@@ -10,13 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     DataParallelMeshDims,
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 
 from annotate_fsdp.boundary import Boundary
-from annotate_fsdp.collect import Held, Tree, is_on_mesh
+from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
@@ -50,12 +51,48 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         except Exception as error:
             raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
-        for cast, island in zip(unit.casts, unit.islands, strict=True):
-            Boundary(cast, unit.path, *places[island.members[0]]).install(modules[cast.path])
+        for cast in unit.casts:
+            Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
+    if any(plan.prefetch):
+        set_prefetch(tree, plan)
     for unit in plan.units:
         if unit.lowering != "kept":
             for path, method in unit.forward_methods:
                 register_fsdp_forward_method(modules[path], method)
+
+
+def set_prefetch(tree: Tree, plan: Plan) -> None:
+    """Let each unit of a sharded model gather the next ones, `plan.prefetch` of them in each direction.
+
+    Units run in registration order: a unit is entered before those inside it and left after them, and a unit
+    of several modules is entered with its first and left with its last.
+    """
+    nodes = {node.path: node for node in tree.nodes}
+    first = {unit.paths: min(nodes[path].index for path in unit.paths) for unit in plan.units}
+    last = {unit.paths: max(nodes[path].finished for path in unit.paths) for unit in plan.units}
+    forward = sorted(plan.units, key=lambda unit: first[unit.paths])
+    backward = sorted(plan.units, key=lambda unit: last[unit.paths], reverse=True)
+    directions = zip(
+        plan.prefetch,
+        (forward, backward),
+        (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch),
+        strict=True,
+    )
+    for depth, order, set_modules in directions:
+        ahead: list[FSDPModule] = []  # of the unit at hand: those that come next, nearest first
+        for unit in reversed(order):
+            module = _fsdp_module(nodes[unit.path])
+            if ahead:
+                set_modules(module, ahead)
+            if unit.members:
+                ahead = [module, *ahead][:depth]
+
+
+def _fsdp_module(node: Node) -> FSDPModule:
+    """The module of a wrapper chain that is sharded."""
+    module = node.module if isinstance(node.module, FSDPModule) else node.inner
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def _place(tree: Tree, held: Held) -> tuple[nn.Module, str]:

@@ -38,11 +38,13 @@ class Surroundings:
     - sites: where each unit lies, by its paths.
     - finished: post-order position of each module path.
     - parents: paths of the modules that register each module path.
+    - registered: position of each parameter in registration order.
     """
 
     sites: Mapping[Paths, Site]
     finished: Mapping[str, int]
     parents: Mapping[str, list[str]]
+    registered: Mapping[str, int]
 
 
 def check_lowering(lowering: object) -> Iterator[Finding]:
@@ -104,7 +106,6 @@ class _Lowering:
         self.merge_below = merge_below
         self.group_bytes = group_bytes
         self.units = {unit.paths: unit for unit in plan.units}
-        self.position = {p.path: i for i, p in enumerate(_registered(plan))}
         self.folded_into: dict[Paths, Paths] = {}
         self.why_not_folded: dict[Paths, str] = {}
         self.hosts: dict[Paths, _Host] = {}
@@ -266,12 +267,7 @@ class _Lowering:
         return f"grouped, not folded: {not_folded}" if not_folded else f"grouped: {size}"
 
     def _in_order(self, parameters: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
-        return tuple(sorted(parameters, key=lambda parameter: self.position[parameter.path]))
-
-
-def _registered(plan: Plan) -> list[ParamInfo]:
-    """All parameters in an order that keeps each unit's own."""
-    return [parameter for unit in plan.units for parameter in unit.parameters]
+        return tuple(sorted(parameters, key=lambda parameter: self.surroundings.registered[parameter.path]))
 
 
 def _island(unit: Unit, lowering: str, why: str) -> Island:
@@ -289,7 +285,8 @@ def _island(unit: Unit, lowering: str, why: str) -> Island:
 
 def _cast(unit: Unit) -> Cast:
     policy = unit.policy
-    return Cast(unit.path, policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype)
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    return Cast(unit.path, inputs, policy.output_dtype, parameter=unit.members[0])
 
 
 def _group_key(unit: Unit) -> tuple[object, ...]:

@@ -76,12 +76,14 @@ class Cast:
     - path: FQN of the module.
     - inputs, outputs: dtype that floating tensors are cast to, None to leave them.
     - is_folded: the module is no FSDP module; called outside of its unit's forward it is an error.
+    - parameter: FQN of one of its parameters, by which one sees whether they are gathered.
     """
 
     path: str
     inputs: torch.dtype | None
     outputs: torch.dtype | None
     is_folded: bool = False
+    parameter: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         words = [f"in {dtype_name(self.inputs)}"] if self.inputs else []
@@ -304,12 +306,14 @@ class Plan:
     - ignored: FQNs of the parameters that FSDP leaves alone.
     - sequence: paths of all modules in the units, children before parents in registration order: the order
       in which their forwards end, as far as that can be known without running them.
+    - prefetch: how many units ahead each one gathers in forward and in backward; 0 leaves it to FSDP2.
     """
 
     units: tuple[Unit, ...]
     mesh: MeshSpec | None = None
     ignored: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
+    prefetch: tuple[int, int] = (0, 0)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):

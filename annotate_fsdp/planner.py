@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.collect import Held, Node, Tree, original_class
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec
+from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, did_you_mean
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
 from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
 
@@ -34,6 +34,7 @@ class PlanOptions:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     mesh: MeshSpec | None = None
     is_part: bool = False
+    prefetch: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Planner:
         ignored = tuple(held.path for held in self.tree.held if id(held.parameter) in self.ignored)
         sequence = [path for unit in units for path in unit.paths]
         sequence.sort(key=paths.__getitem__)
-        return Plan(order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence))
+        ordered = order_units(units, paths, parents)
+        return Plan(ordered, self.options.mesh, ignored, tuple(sequence), self.options.prefetch)
 
     def sites(self) -> dict[tuple[str, ...], Site]:
         """Return where each unit of the plan lies, by its paths; to be called after `plan`."""
@@ -127,6 +129,8 @@ class Planner:
             return "its mark names no precision, only what is gathered and freed at once"
         if spec.reshard_after_forward not in (None, False):
             return f"its mark says reshard_after_forward={spec.reshard_after_forward!r}"
+        if spec.param_dtypes:
+            return "its mark lists param_dtypes"
         if node.entry_points:
             return "it has @fsdp_forward methods"
         if getattr(draft.policy, "param_dtype_override_fn", None) is not None:
@@ -559,6 +563,37 @@ class Planner:
                 last[node.parents[0], original_class(node.inner)] = node.index
         return set(last.values())
 
+    def _param_dtypes(self, draft: _Draft) -> Iterator[tuple[str, torch.dtype]]:
+        """Yield (FQN, dtype) of the members that a mark gives a dtype other than the policy's."""
+        listed = {
+            (node, name): dtype
+            for node, spec in zip(draft.nodes, draft.specs, strict=True)
+            for name, dtype in (spec.own_dtypes if spec is not None else ())
+        }
+        if not listed:
+            return
+        mine = {id(held.parameter): held for held in draft.members}
+        found: dict[str, torch.dtype] = {}
+        for (node, name), dtype in listed.items():
+            parameter = self.tree.nodes[node].inner._parameters.get(name)
+            held = mine.get(id(parameter))
+            if held is None:
+                self._no_such_parameter(node, name, dtype, parameter is not None)
+            elif dtype != (getattr(draft.policy, "param_dtype", None) or held.parameter.dtype):
+                found[held.path] = dtype
+        yield from ((held.path, found[held.path]) for held in draft.members if held.path in found)
+
+    def _no_such_parameter(self, index: int, name: str, dtype: torch.dtype, is_other: bool) -> None:
+        node = self.tree.nodes[index]
+        names = sorted(key for key, value in node.inner._parameters.items() if value is not None)
+        wrong = (
+            "another unit owns it, or nobody" if is_other else "the module holds no parameter of that name"
+        )
+        write = f"{did_you_mean(name, names)}Write one of {', '.join(names)}" if names else "Take it away"
+        self.findings.append(
+            Finding("AF212", "error", node.path, f"param_dtypes={{{name!r}: {dtype}}}", wrong, write)
+        )
+
     # -- the result --------------------------------------------------------------------------------
 
     def _paths(self, draft: _Draft) -> tuple[str, ...]:
@@ -582,6 +617,7 @@ class Planner:
             reshard_after_forward=draft.reshard if has_members else False,
             mesh=self.options.mesh,
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
+            param_dtypes=tuple(self._param_dtypes(draft)),
             class_names=tuple(node.class_name for node in nodes),
             provenance=draft.provenance,
             why=draft.why,

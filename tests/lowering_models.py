@@ -44,12 +44,9 @@ class Case:
 
     def __str__(self) -> str:
         plain = Case()
-        words = [
-            self.model,
-            *(str(value) for name, value in vars(self).items() if value != getattr(plain, name)),
-        ]
+        changed = {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
         return " ".join(
-            dict.fromkeys("compiled" if word == "True" and self.compiled else word for word in words)
+            [self.model, *(name if value is True else str(value) for name, value in changed.items())]
         )
 
 

@@ -28,6 +28,7 @@ ORDER = [
     "collectives",
     "plan",
     "planner",
+    "inversion",
     "lowering",
     "checks",
     "boundary",
