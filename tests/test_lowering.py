@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -460,3 +462,87 @@ def test_prefetch_follows_the_units_in_the_order_in_which_they_run(fake_world: A
     assert ahead(model, "a") == (["a.n"], [])
     assert ahead(model, "a.n") == (["b"], ["a"])
     assert ahead(model, "b") == ([], ["a.n", "a"])
+
+
+# -- why the rules are there -----------------------------------------------------------------------
+
+
+class Skipping(nn.Module):
+    """Two islands, of which the second does not run; the loss is its output, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = norm(), norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).float().square().mean()
+
+
+def test_without_our_hooks_the_cast_of_a_group_would_reach_the_output_of_the_root(fake_world: Any) -> None:
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    by_torch, ours = Skipping(), Skipping()
+    fully_shard(
+        [by_torch.a, by_torch.b],
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(FP32, FP32, torch.bfloat16),
+        reshard_after_forward=False,
+    )
+    fully_shard(by_torch, mesh=mesh)
+    shard_annotated(ours, mesh, mp_policy=BF16, lowering="group")
+    assert by_torch(torch.ones(2, 8)).dtype == torch.bfloat16
+    assert ours(torch.ones(2, 8)).dtype == FP32
+
+
+RESHARDED = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.linear, self.b = nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        h = self.a(self.linear(x))
+        with torch.no_grad():
+            self.seen = self.b(h)
+        return h.square().mean()
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model, mesh = Model(), init_device_mesh("cpu", (1,))
+fully_shard([model.a, model.b], mesh=mesh, reshard_after_forward=sys.argv[1] == "True")
+fully_shard(model, mesh=mesh)
+model(torch.randn(4, 8)).backward()
+"""
+
+
+@pytest.mark.parametrize(("reshard", "crashes"), [(True, True), (False, False)])
+def test_a_resharding_group_crashes_when_its_last_member_runs_without_gradients(
+    reshard: bool, crashes: bool
+) -> None:
+    run = subprocess.run([sys.executable, "-c", RESHARDED, str(reshard)], capture_output=True, check=False)
+    assert (run.returncode != 0) == crashes
+
+
+def test_torch_refuses_a_unit_that_stores_two_dtypes(fake_world: Any) -> None:
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = Block(a=nn.LayerNorm(8), b=nn.LayerNorm(8).bfloat16())
+    fully_shard([model.a, model.b], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        model(torch.ones(2, 8))
+
+
+def test_torch_refuses_a_tied_weight_in_two_units(fake_world: Any) -> None:
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = Block(a=nn.LayerNorm(8), b=nn.LayerNorm(8), c=nn.LayerNorm(8))
+    model.c.weight = model.a.weight
+    fully_shard([model.a, model.b], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises((ValueError, AssertionError)):
+        model(torch.ones(2, 8))
