@@ -144,6 +144,9 @@ class _Lowering:
                 self.why_not_folded[unit.paths] = "shared by several units"
                 continue
             paths = self.folded_into.get(around[0], around[0])
+            if not self._why_own(self.units[paths]):
+                self.why_not_folded[unit.paths] = f"{self.units[paths].name} is not folded itself"
+                continue
             host = self.hosts.setdefault(paths, _Host(self.units[paths]))
             if wrong := host.why_not(unit, can_fold):
                 self.why_not_folded[unit.paths] = wrong
@@ -308,13 +311,11 @@ class _Host:
         self.unit = unit
         self.taken: list[Unit] = []
         self.stored = {p.dtype for p in unit.parameters if p.trainable}
-        self.reduced = set(unit.reduce_dtypes)
 
     def take(self, unit: Unit) -> None:
         """Fold `unit` into it."""
         self.taken.append(unit)
         self.stored |= {p.dtype for p in unit.parameters if p.trainable}
-        self.reduced |= set(unit.reduce_dtypes)
 
     def why_not(self, unit: Unit, can_fold: bool) -> str:
         """Why one `fully_shard` call cannot hold both with the same numbers; "" if it can."""
@@ -329,8 +330,9 @@ class _Host:
             return f"other mesh or offload than {host.name}"
         if unit.is_trainable and self.stored and self.stored != set(unit.storage_dtypes):
             return f"stored in {_and(unit.storage_dtypes)} beside {_and(self.stored)}"
-        if unit.is_trainable and self.reduced and self.reduced != set(unit.reduce_dtypes):
-            return f"reduced in {_and(unit.reduce_dtypes)} beside {_and(self.reduced)}"
+        reduced = {host.policy.reduce_dtype or p.dtype for p in unit.parameters if p.trainable}
+        if reduced != set(unit.reduce_dtypes):
+            return f"reduced in {_and(unit.reduce_dtypes)} beside {_and(reduced)}"
         computes = {unit.compute_dtype(p) for p in unit.parameters}
         if computes == {host.policy.param_dtype or p.dtype for p in unit.parameters}:
             return ""
