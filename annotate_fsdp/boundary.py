@@ -17,6 +17,9 @@ from annotate_fsdp.plan import Cast
 class Boundary:
     """The two hooks of one module: what FSDP2's would do at its boundary, were it a unit of its own.
 
+    A unit of FSDP2 puts one node of the autograd graph before its inputs. Without it the gradients of a tensor
+    that is used inside and outside of the module would be added in another order, and rounded otherwise.
+
     FSDP2's own casts cannot serve. A group's would be applied to the root's output when a member does not
     run, and a folded module is no FSDP module.
 
@@ -35,13 +38,12 @@ class Boundary:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the inputs; refuse a call outside of the unit's forward."""
+        """Cast the inputs and join their gradients; refuse a call outside of the unit's forward."""
         if self.cast.is_folded and isinstance(self.owner._parameters[self.name], DTensor):
             raise AnnotationError([self._not_gathered()])
-        dtype = self.cast.inputs
-        if dtype is None:
-            return args, kwargs
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        if self.cast.inputs is not None:
+            args, kwargs = cast_floats(args, self.cast.inputs), cast_floats(kwargs, self.cast.inputs)
+        return _join_gradients(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def after(self, module: nn.Module, args: object, output: Any) -> Any:
         """Cast the output."""
@@ -93,4 +95,70 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         return type(value)(*[cast_floats(item, dtype) for item in value])
     if isinstance(value, list | tuple | set):
         return type(value)([cast_floats(item, dtype) for item in value])
+    return value
+
+
+class _Join(torch.autograd.Function):
+    """The identity of several tensors: their gradients are complete before any is handed on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: object, output: object) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def _join_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs with all tensors that require a gradient passed through one node."""
+    tensors: list[torch.Tensor] = []
+    _collect(args, tensors)
+    _collect(kwargs, tensors)
+    if not tensors:
+        return args, kwargs
+    join: Any = _Join.apply
+    joined = list(join(*tensors))
+    return _put(args, joined), _put(kwargs, joined)
+
+
+def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
+    """Append the tensors that require a gradient, in the containers that FSDP2 looks into for them."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            tensors.append(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            _collect(getattr(value, item.name), tensors)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, tensors)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _collect(each, tensors)
+
+
+def _put(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `value` with the first of `tensors` in the places that `_collect` found, and take them away."""
+    if isinstance(value, torch.Tensor):
+        return tensors.pop(0) if value.requires_grad else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{item.name: _put(getattr(value, item.name), tensors) for item in fields(value)}
+        )
+    if isinstance(value, dict):
+        made = value.__class__() if isinstance(value, OrderedDict) else {}
+        for key, each in value.items():
+            made[key] = _put(each, tensors)
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_put(each, tensors) for each in value])
+    if isinstance(value, list | tuple):
+        return type(value)([_put(each, tensors) for each in value])
     return value

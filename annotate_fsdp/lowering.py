@@ -89,9 +89,9 @@ def lower_plan(
     assert lowering in LOWERINGS, lowering
     if lowering == "unit":
         return plan
-    work = _Lowering(plan, surroundings, merge_below, group_bytes)
+    work = _Lowering(plan, surroundings, merge_below, group_bytes, can_fold)
     if lowering == "fold":
-        work.fold(can_fold)
+        work.fold()
     work.group()
     work.join()
     return work.result()
@@ -100,11 +100,14 @@ def lower_plan(
 class _Lowering:
     """One lowering: the units by their paths, replaced step by step."""
 
-    def __init__(self, plan: Plan, surroundings: Surroundings, merge_below: int, group_bytes: int) -> None:
+    def __init__(
+        self, plan: Plan, surroundings: Surroundings, merge_below: int, group_bytes: int, can_fold: bool
+    ) -> None:
         self.plan = plan
         self.surroundings = surroundings
         self.merge_below = merge_below
         self.group_bytes = group_bytes
+        self.can_fold = can_fold
         self.units = {unit.paths: unit for unit in plan.units}
         self.folded_into: dict[Paths, Paths] = {}
         self.why_not_folded: dict[Paths, str] = {}
@@ -130,11 +133,12 @@ class _Lowering:
 
     # -- fold --------------------------------------------------------------------------------------
 
-    def fold(self, can_fold: bool) -> None:
+    def fold(self) -> None:
         """Fold what may be folded, outermost first, so that what it is folded into is settled.
 
-        A unit without parameters of its own gathers nothing; what is folded into it costs the collectives
-        that a group saves. That is done only if there is nothing to group with.
+        A unit without parameters of its own gathers nothing, and FSDP2 puts no node into the autograd graph
+        before its inputs. Nothing is folded into such a unit, since that would change the order in which
+        gradients are added; but into the root, whose inputs nobody else uses, where no group takes it.
         """
         for unit in reversed(self.plan.units):
             if self._why_own(unit):
@@ -148,11 +152,12 @@ class _Lowering:
                 self.why_not_folded[unit.paths] = f"{self.units[paths].name} is not folded itself"
                 continue
             host = self.hosts.setdefault(paths, _Host(self.units[paths]))
-            if wrong := host.why_not(unit, can_fold):
+            if wrong := host.why_not(unit, self.can_fold):
                 self.why_not_folded[unit.paths] = wrong
             elif not host.unit.members:
                 self.why_not_folded[unit.paths] = f"{host.unit.name} gathers nothing of its own"
-                self.deferred[unit.paths] = host
+                if host.unit.path == "":
+                    self.deferred[unit.paths] = host
             else:
                 self._fold_into(unit, host)
 
@@ -216,10 +221,15 @@ class _Lowering:
         for members in groups:
             if len(members) > 1:
                 self._merge(members)
-            elif (host := self.deferred.get(members[0].paths)) is not None:
-                self._fold_into(members[0], host)
+            elif self._may_still_be_folded(members[0]):
+                self._fold_into(members[0], self.deferred[members[0].paths])
             else:
                 self._keep(members[0].paths, self._alone(members[0]))
+
+    def _may_still_be_folded(self, unit: Unit) -> bool:
+        """Whether the unit around it, which gathers nothing of its own, can hold it beside what it took."""
+        host = self.deferred.get(unit.paths)
+        return host is not None and not host.why_not(unit, self.can_fold)
 
     def _alone(self, unit: Unit) -> str:
         not_folded = self.why_not_folded.get(unit.paths)

@@ -42,6 +42,7 @@ def run_case(case: Case, lowering: str) -> tuple[Record, Plan]:
     with warnings.catch_warnings():
         if case.compiled:
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", message=".*should not be instantiated. Methods on autograd")
         return train_case(case, lowering)
 
 
