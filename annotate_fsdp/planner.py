@@ -84,7 +84,10 @@ class Planner:
         ignored = tuple(held.path for held in self.tree.held if id(held.parameter) in self.ignored)
         sequence = [path for unit in units for path in unit.paths]
         sequence.sort(key=paths.__getitem__)
-        return Plan(order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence))
+        registered = tuple(held.path for held in self.tree.held)
+        return Plan(
+            order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence), registered
+        )
 
     # -- which modules are units -------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ ORDER = [
     "policies",
     "collect",
     "collectives",
+    "schedule",
     "plan",
     "planner",
     "lowering",
