@@ -210,15 +210,14 @@ def is_gathered(module: nn.Module) -> bool:
     return bool(groups) and all(group.is_unsharded for group in groups)
 
 
-def has_unreduced(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a parameter of the unit holds a gradient that an earlier microbatch did not reduce."""
+def unreduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name) of the unit's parameters whose gradients an earlier microbatch did not reduce."""
     for group in fsdp_state(module)._fsdp_param_groups:
         for fsdp_param in group.fsdp_params:
-            whole = getattr(fsdp_param, "_unsharded_param", None)
-            if parameter is fsdp_param.sharded_param or parameter is whole:
-                accumulated = getattr(fsdp_param, "unsharded_accumulated_grad", None)
-                return accumulated is not None or (whole is not None and whole.grad is not None)
-    return False
+            whole = getattr(fsdp_param, "_unsharded_param", None)  # absent before the first gather
+            gradients = (fsdp_param.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            if any(gradient is not None for gradient in gradients):
+                yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
 
 
 def switches_of(module: nn.Module) -> Switches:

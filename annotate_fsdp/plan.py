@@ -271,7 +271,9 @@ class Unit:
                     path=parameter.path,
                     aliases=parameter.aliases,
                     trainable=parameter.trainable,
-                    dtype=self.compute_dtype(parameter) if parameter.dtype.is_floating_point else parameter.dtype,
+                    dtype=self.compute_dtype(parameter)
+                    if parameter.dtype.is_floating_point
+                    else parameter.dtype,
                     numel=parameter.sharded_numel(shard) * shard,
                 )
                 for parameter in self.parameters

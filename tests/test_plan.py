@@ -636,7 +636,7 @@ def test_a_unit_without_parameters_neither_reshards_nor_offloads_nor_costs() -> 
     unit = plan_annotated(model, mp_policy=BF16, world_size=4).unit("a")
     assert (unit.members, unit.reshard_after_forward, unit.offload_policy) == ((), False, OffloadPolicy())
     assert unit.policy == MixedPrecisionPolicy(float32, float32, bfloat16)
-    assert unit.collectives() == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    assert unit.collectives().counts() == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     assert (unit.compute_dtypes, unit.storage_dtypes, unit.reduce_dtypes) == ((), (), ())
 
 
@@ -853,7 +853,7 @@ def test_a_plan_as_data_reads_as_written() -> None:
 def test_collectives_of_frozen_kept_gathered_and_replicated_units() -> None:
     def collectives(world_size: Any, *, reshard: bool, trainable: bool) -> tuple[int, ...]:
         model = Holder(a=fsdp_unit(linear(), reshard_after_forward=reshard)).requires_grad_(trainable)
-        return tuple(plan_annotated(model, world_size=world_size).collectives().values())
+        return tuple(plan_annotated(model, world_size=world_size).collectives().counts().values())
 
     assert collectives(4, reshard=True, trainable=True) == (2, 1, 0)
     assert collectives(4, reshard=False, trainable=True) == (1, 1, 0)
