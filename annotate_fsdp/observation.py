@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from annotate_fsdp.collectives import Collectives
+from annotate_fsdp.collectives import Collectives, Kind
 from annotate_fsdp.plan import dtype_name
 from annotate_fsdp.render import Column, fold_rows, render_table
 
@@ -40,7 +40,7 @@ class UnitObservation:
     input_dtypes: tuple[torch.dtype, ...]
     raw_output_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]
-    collectives: dict[str, int]
+    collectives: dict[Kind, int]
 
     @property
     def path(self) -> str:

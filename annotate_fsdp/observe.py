@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
-from annotate_fsdp.collectives import Collective, Collectives
+from annotate_fsdp.collectives import Collective, Collectives, Phase
 from annotate_fsdp.introspect import (
     applied_plan,
     fsdp_state,
@@ -295,7 +295,7 @@ class _Recorder:
         if not self.communicating:
             self.other_calls.append(call)
             return
-        phase = "backward" if in_backward() else "forward"
+        phase: Phase = "backward" if in_backward() else "forward"
         unit = self.communicating[-1]
         self.calls.append(Collective(call.kind, unit, phase, call.dtype, call.numel, call.ranks))
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from annotate_fsdp.collectives import Collectives, Step
-from annotate_fsdp.schedule import Event, Member, Schedule, Switches, Traffic, events_of
+from annotate_fsdp.schedule import Event, Member, Schedule, Switches, Traffic, events_of, outermost_first
 
 
 @dataclass(frozen=True)
@@ -390,15 +390,20 @@ class Plan:
             AnnotationError: `step` names a path that is no unit's module.
         """
         step = step or Step()
-        sequence = self.sequence or tuple(path for unit in self.units for path in unit.paths)
         traffic = self.traffic()
-        events = events_of(traffic, sequence, self.registered, step)
+        events = events_of(traffic, self._sequence, self.registered, step)
         switches = {} if step.synchronizes else {unit.path: Switches(reduces=False) for unit in self.units}
         return Schedule(traffic, step.gathered, switches=switches).play(events)
 
     def traffic(self, mesh: MeshSpec | None = None) -> list[Traffic]:
-        """Return what its units send, on `mesh` if they were planned without one."""
-        return [unit.traffic(mesh) for unit in self.units]
+        """Return what its units send, on `mesh` if they were planned without one; outer units first."""
+        found = outermost_first(self._sequence)
+        units = sorted(self.units, key=lambda unit: min(found[path] for path in unit.paths))
+        return [unit.traffic(mesh) for unit in units]
+
+    @property
+    def _sequence(self) -> tuple[str, ...]:
+        return self.sequence or tuple(path for unit in self.units for path in unit.paths)
 
     def differences(self, other: Plan) -> Iterator[str]:
         """Yield one line for each difference in layout between this plan and `other`."""

@@ -196,6 +196,21 @@ def _nest(order: Iterable[str]) -> list[_Run]:
     return done
 
 
+def outermost_first(sequence: Sequence[str]) -> dict[str, int]:
+    """Return the position of each module when parents come before their children.
+
+    Args:
+        sequence: paths of the modules, children before their parents.
+    """
+    found: dict[str, int] = {}
+    waiting = _nest(sequence)[::-1]
+    while waiting:
+        run = waiting.pop()
+        found[run.path] = len(found)
+        waiting += reversed(run.inner)
+    return found
+
+
 class _Tracker:
     """Follows which runs carry a gradient: whose inputs and outputs require one, and get one."""
 
@@ -319,7 +334,7 @@ class Schedule:
     """FSDP2's hooks, simulated: what they gather and reduce when a step's events reach them.
 
     Args:
-        units: all units, in the order in which their modules are first found.
+        units: all units in the order in which FSDP2 finds them: outer ones first.
         gathered: module paths of the units that are gathered at the beginning.
         pending: FQNs of parameters whose gradients an earlier microbatch left.
         switches: what is switched, by the path of the unit's first module.

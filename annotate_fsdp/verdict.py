@@ -139,7 +139,7 @@ def summarize(
                 input_dtypes=_union(one.inputs for one in parts),
                 raw_output_dtypes=_union(one.raw_outputs for one in parts),
                 output_dtypes=_union(one.outputs for one in parts),
-                collectives=dict(calls.get(unit.path, none).counts()),
+                collectives=calls.get(unit.path, none).counts(),
             )
 
 

@@ -786,6 +786,18 @@ def test_a_plan_as_data_reads_as_written() -> None:
         "mesh": [2, 2],
         "numel": 9,
         "collectives": {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1},
+        "collectives_by_phase": {
+            "forward": {
+                "all_gather": {"count": 1, "bytes": {"float32": 48}},
+                "reduce_scatter": {"count": 0, "bytes": {}},
+                "all_reduce": {"count": 0, "bytes": {}},
+            },
+            "backward": {
+                "all_gather": {"count": 1, "bytes": {"float32": 48}},
+                "reduce_scatter": {"count": 1, "bytes": {"float32": 48}},
+                "all_reduce": {"count": 1, "bytes": {"float32": 24}},
+            },
+        },
         "ignored": [],
         "units": [
             {
@@ -857,9 +869,9 @@ def test_collectives_of_frozen_kept_gathered_and_replicated_units() -> None:
 
     assert collectives(4, reshard=True, trainable=True) == (2, 1, 0)
     assert collectives(4, reshard=False, trainable=True) == (1, 1, 0)
-    assert collectives(4, reshard=True, trainable=False) == (2, 0, 0)
+    assert collectives(4, reshard=True, trainable=False) == (1, 0, 0)
     assert collectives((2, 2), reshard=True, trainable=True) == (2, 1, 1)
-    assert collectives((4, 1), reshard=False, trainable=False) == (1, 0, 0)
+    assert collectives((4, 1), reshard=False, trainable=True) == (0, 0, 1)
 
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3)
