@@ -401,9 +401,17 @@ class Plan:
         units = sorted(self.units, key=lambda unit: min(found[path] for path in unit.paths))
         return [unit.traffic(mesh) for unit in units]
 
-    @property
+    @cached_property
     def _sequence(self) -> tuple[str, ...]:
-        return self.sequence or tuple(path for unit in self.units for path in unit.paths)
+        """The sequence of the units' modules; what it does not know comes right before what holds it."""
+        missing = dict.fromkeys(path for unit in self.units for path in unit.paths)
+        sequence = [path for path in self.sequence if path in missing]
+        for path in sequence:
+            del missing[path]
+        for path in missing:
+            holders = (at for at, one in enumerate(sequence) if not one or path.startswith(f"{one}."))
+            sequence.insert(next(holders, len(sequence)), path)
+        return tuple(sequence)
 
     def differences(self, other: Plan) -> Iterator[str]:
         """Yield one line for each difference in layout between this plan and `other`."""

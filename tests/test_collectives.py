@@ -6,15 +6,18 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import fake_group
 from torch import bfloat16, float32, nn, uint8
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
@@ -330,6 +333,10 @@ CASES = {
     "kept": Case(Model, options=(("mp_policy", BF16), ("reshard_after_forward", False))),
     "resharded to fewer": Case(Model, options=(("mp_policy", BF16), ("reshard_after_forward", 2)), mesh=(4,)),
     "replicated": Case(Model, mesh=(2, 2)),
+    "replicated once": Case(Model, mesh=(1, 2)),
+    "offloaded": Case(
+        Model, options=(("mp_policy", BF16), ("offload_policy", CPUOffloadPolicy(pin_memory=False)))
+    ),
     "one rank": Case(Model, mesh=(1,)),
     "no policy": Case(Model, options=()),
     "two modules in a unit": Case(siblings, options=()),
@@ -340,6 +347,7 @@ CASES = {
     "skipped": Case(Skipping, Step(skipped=("blocks.1",))),
     "detached": Case(Detaching, Step(without_gradient=("blocks.1",))),
     "repeated": Case(Repeating, Step(order=(*PLAIN[:4], *PLAIN[2:]))),
+    "evaluated, then trained": Case(Model, Step(gathered=("",)), train),
     "evaluated": Case(Model, Step(backward=False), evaluate),
     "not synchronized": Case(Model, Step(synchronizes=False), accumulate),
     "two forwards": Case(Model, Step(order=PLAIN * 2), two_forwards),
@@ -358,7 +366,10 @@ def mesh_of(case: Case) -> Any:
 
 
 def sharded(case: Case) -> nn.Module:
-    return shard_annotated(case.build(), mesh_of(case), **dict(case.options))
+    model = shard_annotated(case.build(), mesh_of(case), **dict(case.options))
+    if case.step.gathered:
+        evaluate(model)
+    return model
 
 
 def counted_by_torch(case: Case) -> dict[str, int] | None:
@@ -413,3 +424,175 @@ def test_the_prediction_is_what_ranks_call(ranks: Any, name: str) -> None:
 def test_mixed_storage_is_sent_as_bytes(ranks: Any) -> None:
     for result in ranks.run(measure, "mixed storage"):
         assert uint8 in {call.dtype for call in result["real"]}
+
+
+# -- what an observation says of it ----------------------------------------------------------------
+
+
+def tamper(kind: str) -> dict[str, Any]:
+    """Observe a step in which somebody gathers or frees by hand, or one after a microbatch."""
+    model: Any = sharded(CASES["resharded"])
+    if kind == "switched":
+        model.blocks[1].set_requires_gradient_sync(False)
+        train(model)
+        model.blocks[1].set_requires_gradient_sync(True)
+
+    with observe(model) as observation:
+        loss = model(IDS).float().square().mean()
+        if kind == "freed":
+            model.reshard()
+        if kind == "gathered":
+            model.blocks[0].unshard()
+            model.blocks[0].reshard()
+        loss.backward()
+    return {**observation.to_dict(), "text": str(observation), "root": observation.unit("").collectives}
+
+
+def test_a_unit_that_is_freed_by_hand_is_named(ranks: Any) -> None:
+    for result in ranks.run(tamper, "freed"):
+        assert result["disagreements"] == [
+            "(root): in this step the plan has 1 all-gather and 1 reduce-scatter, but FSDP2 called 2 "
+            "all-gathers and 1 reduce-scatter. Do not call unshard() or reshard() in between, nor set what "
+            "FSDP2 gathers ahead"
+        ]
+        assert not result["agrees"]
+        assert "14 all-gather (plan: 13)" in result["text"]
+        assert result["root"] == {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 0}
+        assert result["units"][-1]["collectives"] == result["root"]
+
+
+def test_a_unit_that_is_gathered_by_hand_is_named(ranks: Any) -> None:
+    for result in ranks.run(tamper, "gathered"):
+        (text,) = result["disagreements"]
+        assert text.startswith(
+            "blocks.0: in this step the plan has 2 all-gathers and 1 reduce-scatter, but FSDP2 called 3 "
+        )
+
+
+def test_gradients_that_an_earlier_microbatch_left_are_no_disagreement(ranks: Any) -> None:
+    for result in ranks.run(tamper, "switched"):
+        assert result["disagreements"] == []
+
+
+class Summing(Model):
+    """Sums over ranks by itself, as a loss or a router may."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(ids)
+        torch.distributed.all_reduce(torch.ones(3))
+        return logits
+
+
+def summing() -> tuple[Any, ...]:
+    with observe(sharded(Case(Summing))) as observation:
+        pass
+    model = sharded(Case(Summing))
+    with observe(model) as observation:
+        train(model)
+    return observation.agrees, observation.collectives.counts()["all_reduce"], observation.notes
+
+
+def test_what_the_model_calls_itself_is_noted_apart(ranks: Any) -> None:
+    for agrees, count, notes in ranks.run(summing):
+        assert agrees
+        assert count == 0
+        assert "called by the model itself, not by FSDP2: 1 all-reduce" in notes
+
+
+# -- random trees ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A random module: its parameter comes first, then its children, each used as `mode` says."""
+
+    marked: bool
+    size: int
+    trainable: bool
+    reshard: bool | None
+    mode: str
+    children: tuple[Tree, ...]
+
+
+class Branch(nn.Module):
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        self.modes = [child.mode for child in tree.children]
+        self.weight = nn.Parameter(torch.ones(tree.size), tree.trainable) if tree.size else None
+        self.parts = nn.ModuleList(Branch(child) for child in tree.children)
+        if tree.marked:
+            fsdp_unit(self, reshard_after_forward=tree.reshard)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is not None:
+            x = x * self.weight.mean()
+        for mode, part in zip(self.modes, self.parts, strict=True):
+            if mode == "detached":
+                x = x + part(x).detach()
+            elif mode == "recomputed":
+                x = checkpoint(part, x, use_reentrant=False, preserve_rng_state=False)
+            elif mode != "skipped":
+                x = part(part(x) if mode == "twice" else x)
+        return x
+
+
+def step_of(tree: Tree, path: str = "") -> tuple[list[str], dict[str, list[str]]]:
+    """The order in which units end, and the units of each mode."""
+    order: list[str] = []
+    modes: dict[str, list[str]] = {"skipped": [], "detached": [], "recomputed": []}
+    for index, child in enumerate(tree.children):
+        name = f"{path}.parts.{index}" if path else f"parts.{index}"
+        inner, inner_modes = step_of(child, name)
+        order += inner * (2 if child.mode == "twice" else 0 if child.mode == "skipped" else 1)
+        for mode, paths in inner_modes.items():
+            modes[mode] += paths
+        if child.mode in modes:
+            modes[child.mode].append(name)
+    return ([*order, path] if tree.marked or not path else order), modes
+
+
+MODES = st.sampled_from(["plain", "plain", "plain", "skipped", "detached", "recomputed", "twice"])
+
+
+def trees(children: st.SearchStrategy[tuple[Tree, ...]]) -> st.SearchStrategy[Tree]:
+    return st.builds(
+        Tree,
+        marked=st.booleans(),
+        size=st.integers(0, 5),
+        trainable=st.sampled_from([True, True, False]),
+        reshard=st.sampled_from([None, True, False]),
+        mode=MODES,
+        children=children,
+    ).map(lambda tree: tree if tree.marked or tree.mode == "twice" else replace(tree, mode="plain"))
+
+
+TREES = st.recursive(
+    trees(st.just(())),
+    lambda inner: trees(st.lists(inner, min_size=1, max_size=4).map(tuple)),
+    max_leaves=8,
+)
+
+
+@given(TREES, st.sampled_from([(2,), (4,), (2, 2)]))
+@settings(deadline=None, max_examples=40)
+def test_random_trees_call_what_is_predicted(tree: Tree, shape: tuple[int, ...]) -> None:
+    with fake_group(torch.Size(shape).numel()):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = fsdp_unit(Branch(tree))
+        order, modes = step_of(tree)
+        plan = plan_annotated(model, mesh)
+        shard_annotated(model, mesh, check_ranks=False)
+        calls: list[Call] = []
+        with observe(model) as observation, CountCollectives(calls.append):
+            loss = model(torch.ones(2))
+            if loss.requires_grad:
+                loss.sum().backward()
+        step = Step(
+            order=tuple(order),
+            without_gradient=tuple(modes["detached"]),
+            recomputed=tuple(modes["recomputed"]),
+        )
+        predicted = plan.collectives(step)
+        assert Counter(Call(c.kind, c.dtype, c.numel, c.ranks) for c in predicted) == Counter(calls)
+        assert observation.disagreements == ()
+        assert observation.collectives.counts() == predicted.counts()
