@@ -257,10 +257,10 @@ class _Tracker:
         for inner in run.inner:
             self.follow(inner, (*around, run.path))
         run.has_output = self.step.backward and (
-            run.has_input or bool(self.own[run.path]) or any(inner.has_output for inner in run.inner)
+            run.has_input or bool(self.own[run.path]) or any(inner.is_reached for inner in run.inner)
         )
-        self.is_flowing = flows or run.has_output
         run.is_reached = run.has_output and not _is_among(run.path, self.step.without_gradient)
+        self.is_flowing = flows or run.is_reached
 
     def claim_parameters(self, run: _Run) -> None:
         """Find for each parameter the first run that uses it: its gradient is complete only after that."""
