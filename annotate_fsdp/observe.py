@@ -17,6 +17,7 @@ from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.collectives import Collective, Collectives, Phase
 from annotate_fsdp.introspect import (
     applied_plan,
+    forwards_before,
     fsdp_state,
     is_gathered,
     plan_of,
@@ -29,7 +30,7 @@ from annotate_fsdp.introspect import (
 from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Plan, Unit
 from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
-from annotate_fsdp.schedule import Event, Schedule, Switches
+from annotate_fsdp.schedule import Beginning, Event, Schedule, Switches
 from annotate_fsdp.verdict import Seen, compare_collectives, compare_with_plan, notes_on, summarize
 
 
@@ -81,7 +82,7 @@ class _Recorder:
         self.events: list[Event] = []
         self.running: list[tuple[str, int]] = []  # path and number of the runs that are going on
         self.runs = 0
-        self.before_step: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # gathered, unreduced
+        self.beginning = Beginning()
         self.switches: dict[str, Switches] = {}
         self.has_queued_end = False
         self.tensor_hooks: list[Any] = []
@@ -210,9 +211,10 @@ class _Recorder:
         names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
         modules = list(self._sharded_modules())
         found = (names.get((id(owner), name)) for _, m in modules for owner, name in unreduced_of(m))
-        self.before_step = (
+        self.beginning = Beginning(
             tuple(path for path, module in modules if is_gathered(module)),
             tuple(path for path in found if path is not None),
+            *forwards_before(modules),
         )
         self.switches = {path: switches_of(module) for path, module in modules}
 
@@ -318,8 +320,7 @@ class _Recorder:
     def judge(self) -> Verdict:
         """Compare what was seen so far with the plan."""
         units = list(_watched_units(self.plan, self.actual))
-        gathered, unreduced = self.before_step
-        schedule = Schedule(self.plan.traffic(self.actual.mesh), gathered, unreduced, self.switches)
+        schedule = Schedule(self.plan.traffic(self.actual.mesh), self.beginning, self.switches)
         planned, real = schedule.play(self.events), Collectives(tuple(self.calls))
         notes = list(notes_on(self.seen, self.has_backward))
         if any(map(_is_compiled, self.tree.nodes)):

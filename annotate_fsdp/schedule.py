@@ -85,6 +85,23 @@ class Switches:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The state in which FSDP2 is when a step begins.
+
+    - gathered: module paths of the units that are gathered.
+    - unreduced: FQNs of parameters whose gradients an earlier microbatch left.
+    - finished: module paths of the units whose forwards have ended since the last backward, in order, as an
+      evaluation leaves them.
+    - indices: (module path, positions in `finished` that its next backwards go by), for units with any.
+    """
+
+    gathered: tuple[str, ...] = ()
+    unreduced: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+    indices: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class Event:
     """Something that happens in a step and that FSDP2's hooks react to.
 
@@ -335,29 +352,32 @@ class Schedule:
 
     Args:
         units: all units in the order in which FSDP2 finds them: outer ones first.
-        gathered: module paths of the units that are gathered at the beginning.
-        pending: FQNs of parameters whose gradients an earlier microbatch left.
+        beginning: what earlier steps left.
         switches: what is switched, by the path of the unit's first module.
     """
 
     def __init__(
         self,
         units: Sequence[Traffic],
-        gathered: Iterable[str] = (),
-        pending: Iterable[str] = (),
+        beginning: Beginning | None = None,
         switches: Mapping[str, Switches] | None = None,
     ) -> None:
         switches = switches or {}
         self.units = [_Unit(traffic, switches.get(traffic.paths[0], Switches())) for traffic in units]
         self.at = {path: unit for unit in self.units for path in unit.traffic.paths}
         self.holding = {member: unit for unit in self.units for member in unit.traffic.by_path}
-        for path in gathered:
+        beginning = beginning or Beginning()
+        for path in beginning.gathered:
             if path in self.at:
                 self.at[path].holders = "all"
-        for parameter in pending:
+        for parameter in beginning.unreduced:
             self._note_gradient(parameter)
         self.root: _Unit | None = None  # of the forward that is going on
-        self.finished: list[_Unit] = []  # FSDP2's post-forward order, by which backward gathers ahead
+        # FSDP2's post-forward order, by which backward gathers ahead; None: a unit that is not in the plan
+        self.finished: list[_Unit | None] = [self.at.get(path) for path in beginning.finished]
+        for path, indices in beginning.indices:
+            if path in self.at:
+                self.at[path].indices = list(indices)
         self.on_output: dict[int, list[_Unit]] = {}
         self.on_input: dict[int, list[_Unit]] = {}
         self.phase: Phase = "forward"
@@ -375,6 +395,13 @@ class Schedule:
             elif event.path in self.at:
                 self._react(event, self.at[event.path])
         return Collectives(tuple(self.calls))
+
+    def evaluate(self, events: Iterable[Event], gathered: Iterable[str]) -> None:
+        """Begin after an evaluation; of what that leaves gathered, only `gathered` is not freed."""
+        self.play(events)
+        self.calls.clear()
+        for unit in self.units:
+            unit.holders = "all" if any(path in gathered for path in unit.traffic.paths) else "ranks"
 
     def _react(self, event: Event, unit: _Unit) -> None:
         if event.kind == "enter":
@@ -446,8 +473,9 @@ class Schedule:
         unit.training = "backward"
         self._gather(unit)
         self._take_up(unit)
-        if unit.indices and (index := unit.indices.pop()) > 0:
-            self._gather(self.finished[index - 1])
+        index = unit.indices.pop() if unit.indices else 0
+        if index > 0 and (before := self.finished[index - 1]) is not None:
+            self._gather(before)
 
     def _after_backward(self, unit: _Unit) -> None:
         unit.training = "done"

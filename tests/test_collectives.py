@@ -150,6 +150,7 @@ def test_sums_by_phase_and_unit_are_data() -> None:
         (Step(without_gradient=("blocks.1",)), (12, 5, 0)),  # blocks.1 is gathered ahead all the same
         (Step(recomputed=("blocks.0", "blocks.1", "blocks.2")), (13, 7, 0)),
         (Step(gathered=("",)), (12, 7, 0)),
+        (Step(evaluated=True), (13, 7, 0)),  # what the evaluation ran last is the root, which is gathered
     ],
     ids=str,
 )
@@ -272,6 +273,15 @@ def wrapped() -> nn.Module:
     return model
 
 
+class OnlyBlocks(Model):
+    """The root holds nothing, so that the last block is the last unit to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = fsdp_unit(self.embed)
+        self.head = fsdp_unit(self.head)
+
+
 class Siblings(nn.Module):
     """Two modules share a unit."""
 
@@ -347,7 +357,8 @@ CASES = {
     "skipped": Case(Skipping, Step(skipped=("blocks.1",))),
     "detached": Case(Detaching, Step(without_gradient=("blocks.1",))),
     "repeated": Case(Repeating, Step(order=(*PLAIN[:4], *PLAIN[2:]))),
-    "evaluated, then trained": Case(Model, Step(gathered=("",)), train),
+    "evaluated, then trained": Case(Model, Step(evaluated=True, gathered=("",))),
+    "evaluated, freed, then trained": Case(OnlyBlocks, Step(evaluated=True)),
     "evaluated": Case(Model, Step(backward=False), evaluate),
     "not synchronized": Case(Model, Step(synchronizes=False), accumulate),
     "two forwards": Case(Model, Step(order=PLAIN * 2), two_forwards),
@@ -366,9 +377,11 @@ def mesh_of(case: Case) -> Any:
 
 
 def sharded(case: Case) -> nn.Module:
-    model = shard_annotated(case.build(), mesh_of(case), **dict(case.options))
-    if case.step.gathered:
+    model: Any = shard_annotated(case.build(), mesh_of(case), **dict(case.options))
+    if case.step.evaluated:
         evaluate(model)
+        if not case.step.gathered:
+            model.reshard()
     return model
 
 
