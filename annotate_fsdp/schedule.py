@@ -159,7 +159,7 @@ def events_of(
     _check_paths(step, {path for unit in units for path in unit.paths})
     order = sequence if step.order is None else step.order
     runs = _nest(path for path in order if not _is_among(path, step.skipped))
-    tracker = _Tracker(units, registered, step)
+    tracker = _Tracker(units, outermost_first(sequence), registered, step)
     for run in runs:
         tracker.follow(run)
     events = [event for run in runs for event in _forward(run)]
@@ -231,7 +231,9 @@ def outermost_first(sequence: Sequence[str]) -> dict[str, int]:
 class _Tracker:
     """Follows which runs carry a gradient: whose inputs and outputs require one, and get one."""
 
-    def __init__(self, units: Sequence[Traffic], registered: Sequence[str], step: Step) -> None:
+    def __init__(
+        self, units: Sequence[Traffic], modules: Iterable[str], registered: Sequence[str], step: Step
+    ) -> None:
         self.step = step
         self.position = {path: position for position, path in enumerate(registered)}
         self.own: dict[str, list[Member]] = {path: [] for unit in units for path in unit.paths}
@@ -244,15 +246,15 @@ class _Tracker:
                     for owner in owners:
                         self.own[owner].append(member)
         self.claimed: set[str] = set()
-        self.starts = self._starts(registered)
+        self.starts = self._starts(modules, registered)
         self.first = {
             path: min((self.position.get(member.path, -1) for member in members), default=len(registered))
             for path, members in self.own.items()
         }
         self.is_flowing = False
 
-    def _starts(self, registered: Sequence[str]) -> dict[str, int]:
-        """Return the position of the first parameter in each module."""
+    def _starts(self, modules: Iterable[str], registered: Sequence[str]) -> dict[str, int]:
+        """Return the position of the first parameter in each module, or else after it."""
         starts: dict[str, int] = {}
         for position, parameter in enumerate(registered):
             path = parameter
@@ -260,13 +262,16 @@ class _Tracker:
                 path = path.rpartition(".")[0]
                 if path in self.own:
                     starts.setdefault(path, position)
+        start = len(registered)
+        for path in reversed(list(modules)):
+            start = starts.setdefault(path, start)
         return starts
 
     def follow(self, run: _Run, around: tuple[str, ...] = ()) -> None:
         """Set the flags of `run` and of the runs inside it."""
         if not around:
             self.is_flowing = False
-        start = self.starts.get(run.path, len(self.position))
+        start = self.starts[run.path]
         flows = self.is_flowing or any(self.first[outer] < start for outer in around)
         run.has_input = flows and self.step.backward
         if _is_among(run.path, self.step.without_input_gradient):
