@@ -24,7 +24,7 @@ from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
-from annotate_fsdp.schedule import Switches
+from annotate_fsdp.traffic import Switches
 
 
 def plan_of(model: nn.Module) -> Plan:

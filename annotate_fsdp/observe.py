@@ -15,6 +15,7 @@ from torch import nn
 
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.collectives import Collective, Collectives, Phase
+from annotate_fsdp.events import Event
 from annotate_fsdp.introspect import (
     applied_plan,
     forwards_before,
@@ -30,7 +31,8 @@ from annotate_fsdp.introspect import (
 from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Plan, Unit
 from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
-from annotate_fsdp.schedule import Beginning, Event, Schedule, Switches
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Switches
 from annotate_fsdp.verdict import Seen, compare_collectives, compare_with_plan, notes_on, summarize
 
 

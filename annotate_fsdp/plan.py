@@ -15,16 +15,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from annotate_fsdp.collectives import Collectives, Step
-from annotate_fsdp.schedule import (
-    Beginning,
-    Event,
-    Member,
-    Schedule,
-    Switches,
-    Traffic,
-    events_of,
-    outermost_first,
-)
+from annotate_fsdp.events import Event, events_of, outermost_first
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Member, Switches, Traffic
 
 
 @dataclass(frozen=True)

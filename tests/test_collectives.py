@@ -122,6 +122,20 @@ def test_without_a_mesh_nothing_is_padded_and_the_ranks_are_not_known() -> None:
     assert calls[0] == gather("blocks.0", "forward", bfloat16, 30, ranks=0)
 
 
+def test_a_unit_by_itself_has_a_gradient_go_through_it() -> None:
+    plan = plan_annotated(Model().requires_grad_(False), world_size=2)
+    assert len(plan.collectives().backward) == 0
+    assert counts(plan.unit("blocks.0").collectives()) == (2, 0, 0)
+    assert counts(plan_annotated(Model(), world_size=(2, 2)).unit("blocks.0").collectives()) == (2, 1, 1)
+
+
+def test_without_its_sequence_a_plan_goes_by_the_order_of_its_units() -> None:
+    plan = plan_annotated(Model(), world_size=2)
+    expected = plan.collectives(Step(skipped=("blocks.0",)))
+    for sequence in ((), plan.sequence[1:-1], ("gone", *plan.sequence)):
+        assert replace(plan, sequence=sequence).collectives(Step(skipped=("blocks.0",))) == expected
+
+
 def test_one_rank_calls_nothing() -> None:
     assert len(plan_annotated(Model(), world_size=1).collectives()) == 0
 
