@@ -22,19 +22,21 @@ class Event:
       what a run returned; `"input"`: the gradients of a run's inputs are complete; `"gradient"`: that of a
       parameter is; `"end"`: backward is over.
     - path: of the module, or of the parameter.
-    - run: number of the module's call in the step, None where activation checkpointing repeats one.
+    - run: number of the module's call in the step, None where no gradient comes back to it.
     - tracked: whether the inputs (on entering) or outputs (on leaving) require a gradient.
+    - is_again: whether activation checkpointing repeats the call, inside backward.
     """
 
     kind: EventKind
     path: str = ""
     run: int | None = None
     tracked: bool = False
+    is_again: bool = False
 
     @property
     def phase(self) -> Phase:
         """The part of the step that it happens in."""
-        return "forward" if self.kind in ("enter", "leave") and self.run is not None else "backward"
+        return "forward" if self.kind in ("enter", "leave") and not self.is_again else "backward"
 
 
 @dataclass(eq=False)
@@ -238,7 +240,7 @@ def _backward(run: _Run, recomputed: tuple[str, ...], is_again: bool) -> Iterato
 
 
 def _again(run: _Run) -> Iterator[Event]:
-    yield Event("enter", run.path)
+    yield Event("enter", run.path, is_again=True)
     for inner in run.inner:
         yield from _again(inner)
-    yield Event("leave", run.path)
+    yield Event("leave", run.path, is_again=True)

@@ -221,24 +221,18 @@ class _Recorder:
         self.switches = {path: switches_of(module) for path, module in modules}
 
     def _note_enter(self, path: str, inputs: object) -> None:
-        if in_backward():
-            self.events.append(Event("enter", path))
-            return
         run, self.runs = self.runs, self.runs + 1
         self.running.append((path, run))
         tracked = list(_tracked(inputs))
-        self.events.append(Event("enter", path, run, bool(tracked)))
+        self.events.append(Event("enter", path, run, bool(tracked), in_backward()))
         self._on_gradient(tracked, Event("input", path, run))
 
     def _note_leave(self, path: str, output: object) -> None:
-        if in_backward():
-            self.events.append(Event("leave", path))
-            return
-        while self.running:  # those that an exception ended are passed over
+        while self.running:  # those that an exception ended, as recomputation ends, are passed over
             name, run = self.running.pop()
             if name == path:
                 tracked = list(_tracked(output))
-                self.events.append(Event("leave", path, run, bool(tracked)))
+                self.events.append(Event("leave", path, run, bool(tracked), in_backward()))
                 self._on_gradient(tracked, Event("output", path, run))
                 return
 

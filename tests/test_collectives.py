@@ -268,6 +268,11 @@ class Checkpointing(Model):
         return checkpoint(block, x, use_reentrant=False)
 
 
+class Reentrant(Model):
+    def through(self, index: int, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
 class CheckpointingDetached(Model):
     """The norm in a block that runs again has a part in no gradient."""
 
@@ -378,6 +383,7 @@ CASES = {
     "two forwards": Case(Model, Step(order=PLAIN * 2), two_forwards),
     "wrapped": Case(wrapped, Step(recomputed=BLOCKS)),
     "checkpointed": Case(Checkpointing, Step(recomputed=BLOCKS)),
+    "checkpointed reentrantly": Case(Reentrant, Step(recomputed=BLOCKS)),
     "checkpointed twice": Case(Checkpointing, Step(recomputed=BLOCKS, order=PLAIN * 2), two_forwards),
     "checkpointed, part of it detached": Case(
         CheckpointingDetached,
