@@ -1,6 +1,7 @@
 """Say in the model's own source how FSDP2 should cut it up and which parts stay in fp32."""
 
 from annotate_fsdp.audit import AuditReport, audit
+from annotate_fsdp.collectives import Collective, Collectives, Step
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
@@ -13,11 +14,14 @@ from annotate_fsdp.shard import plan_annotated, shard_annotated
 __all__ = [
     "AnnotationError",
     "AuditReport",
+    "Collective",
+    "Collectives",
     "Finding",
     "MeshSpec",
     "Observation",
     "Plan",
     "PlanMismatchError",
+    "Step",
     "Unit",
     "UnitSpec",
     "audit",

@@ -18,7 +18,7 @@ class Boundary:
     """The two hooks of one module: what FSDP2's would do at its boundary, were it a unit of its own.
 
     A unit of FSDP2 puts one node of the autograd graph before its inputs. Without it the gradients of a
-    tensor that is used inside and outside of the module would be added in another order, and rounded otherwise.
+    tensor used inside and outside of the module would be added in another order, and rounded otherwise.
 
     FSDP2's own casts cannot serve. A group's would be applied to the root's output when a member does not
     run, and a folded module is no FSDP module.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
+from annotate_fsdp.traffic import Switches
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -49,7 +51,8 @@ def plan_of(model: nn.Module) -> Plan:
     mesh = next((unit.mesh for unit in reversed(units) if unit.mesh), None)
     paths = {path for unit in units for path in unit.paths}
     finished = sorted(tree.nodes, key=lambda node: node.finished)
-    return Plan(units, mesh, rest, tuple(node.path for node in finished if node.path in paths))
+    sequence = tuple(node.path for node in finished if node.path in paths)
+    return Plan(units, mesh, rest, sequence, registered=tuple(held.path for held in tree.held))
 
 
 def read_units(tree: Tree) -> tuple[Unit, ...]:
@@ -163,6 +166,88 @@ def shards_of(module: nn.Module) -> frozenset[int]:
     """Return the ids of the tensors that are a sharded module's parameters while it is not gathered."""
     groups = fsdp_state(module)._fsdp_param_groups
     return frozenset(id(fsdp_param.sharded_param) for group in groups for fsdp_param in group.fsdp_params)
+
+
+def watch_communication(
+    module: nn.Module, around: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Enter `around()` whenever the unit of a sharded module gathers its parameters or reduces gradients.
+
+    Returns:
+        A function that undoes it.
+    """
+    undo: list[Callable[[], None]] = []
+    for group in fsdp_state(module)._fsdp_param_groups:
+        for name in ("unshard", "post_backward"):
+            undo.append(_surround(group, name, around))
+
+    def undo_all() -> None:
+        for one in undo:
+            one()
+
+    return undo_all
+
+
+def _surround(
+    owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Put a method that runs inside `around()` in the place of one; return what takes it away."""
+    method, shadowed = getattr(owner, name), vars(owner).get(name)
+
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return method(*args, **kwargs)
+
+    vars(owner)[name] = surrounded
+
+    def undo() -> None:
+        del vars(owner)[name]
+        if shadowed is not None:
+            vars(owner)[name] = shadowed
+
+    return undo
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether the unit of a sharded module holds its whole parameters now."""
+    groups = fsdp_state(module)._fsdp_param_groups
+    return bool(groups) and all(group.is_unsharded for group in groups)
+
+
+def forwards_before(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Return which units ran since the last backward, in order, and at which of these places each did.
+
+    Args:
+        modules: the path and the first module of each unit.
+    """
+    groups = [(path, group) for path, module in modules for group in fsdp_state(module)._fsdp_param_groups]
+    names = {id(group): path for path, group in groups}
+    # absent before the first forward
+    order = getattr(groups[0][1].comm_ctx, "post_forward_order", ()) if groups else ()
+    indices = ((path, tuple(group._post_forward_indices)) for path, group in groups)
+    return tuple(names.get(id(group), "?") for group in order), tuple(pair for pair in indices if pair[1])
+
+
+def unreduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name) of the unit's parameters whose gradients an earlier microbatch did not reduce."""
+    for group in fsdp_state(module)._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            whole = getattr(fsdp_param, "_unsharded_param", None)  # absent before the first gather
+            gradients = (fsdp_param.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            if any(gradient is not None for gradient in gradients):
+                yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
+
+
+def switches_of(module: nn.Module) -> Switches:
+    """Return what is switched on the unit of a sharded module."""
+    groups = fsdp_state(module)._fsdp_param_groups
+    return Switches(
+        reduces=all(group.reduce_grads for group in groups),
+        all_reduces=all(group.all_reduce_grads for group in groups),
+        reshards=all(group.reshard_after_backward for group in groups),
+    )
 
 
 def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Unit:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from annotate_fsdp.collectives import Collectives, Kind
 from annotate_fsdp.plan import dtype_name
 from annotate_fsdp.render import Column, fold_rows, render_table
 
@@ -27,6 +28,7 @@ class UnitObservation:
     - sharded: FQNs of parameters that were still shards there.
     - input_dtypes: as forward saw them, after FSDP's cast.
     - raw_output_dtypes, output_dtypes: before and after FSDP's cast.
+    - collectives: those that FSDP2 called for it, by kind.
     """
 
     paths: tuple[str, ...]
@@ -38,6 +40,7 @@ class UnitObservation:
     input_dtypes: tuple[torch.dtype, ...]
     raw_output_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]
+    collectives: dict[Kind, int]
 
     @property
     def path(self) -> str:
@@ -61,6 +64,7 @@ class UnitObservation:
             "input_dtypes": [dtype_name(dtype) for dtype in self.input_dtypes],
             "raw_output_dtypes": [dtype_name(dtype) for dtype in self.raw_output_dtypes],
             "output_dtypes": [dtype_name(dtype) for dtype in self.output_dtypes],
+            "collectives": dict(self.collectives),
         }
 
 
@@ -71,8 +75,8 @@ class Verdict:
     units: tuple[UnitObservation, ...]
     disagreements: tuple[str, ...]
     notes: tuple[str, ...]
-    collectives: dict[str, int]
-    planned_collectives: dict[str, int]
+    collectives: Collectives
+    planned_collectives: Collectives
     backward: bool
 
 
@@ -119,9 +123,14 @@ class Observation:
         return self._verdict.units
 
     @property
-    def collectives(self) -> dict[str, int]:
-        """Collectives of this rank from the first unit's forward to the end of backward, by kind."""
-        return dict(self._verdict.collectives)
+    def collectives(self) -> Collectives:
+        """What FSDP2 called on this rank from the first unit's forward to the end of backward."""
+        return self._verdict.collectives
+
+    @property
+    def planned_collectives(self) -> Collectives:
+        """What the plan says of the step that ran: with its modules, its recomputations, its gradients."""
+        return self._verdict.planned_collectives
 
     @property
     def backward(self) -> bool:
@@ -150,8 +159,9 @@ class Observation:
             "disagreements": list(verdict.disagreements),
             "notes": list(verdict.notes),
             "backward": verdict.backward,
-            "collectives": dict(verdict.collectives),
-            "planned_collectives": dict(verdict.planned_collectives),
+            "collectives": dict(verdict.collectives.counts()),
+            "planned_collectives": dict(verdict.planned_collectives.counts()),
+            "collectives_by_phase": verdict.collectives.to_dict(),
             "units": [unit.to_dict() for unit in verdict.units],
         }
 
@@ -161,11 +171,12 @@ class Observation:
         words = f"DISAGREES with the plan in {count} point{'' if count == 1 else 's'}"
         lines = [f"{self._model}, one step observed: {words if count else 'agrees with the plan'}"]
         lines += _wrap(verdict.disagreements, "  - ")
+        planned = verdict.planned_collectives.counts()
         counts = (
-            f"{count} {kind.replace('_', '-')} (plan: {verdict.planned_collectives.get(kind, 0)})"
-            for kind, count in verdict.collectives.items()
+            f"{count} {kind.replace('_', '-')} (plan: {planned[kind]})"
+            for kind, count in verdict.collectives.counts().items()
         )
-        lines += ["", f"collectives: {', '.join(counts) or 'not counted'}", _table(verdict.units)]
+        lines += ["", f"collectives: {', '.join(counts)}", _table(verdict.units)]
         if verdict.notes:
             lines += ["", "notes", *_wrap(verdict.notes, "  - ")]
         return "\n".join(line.rstrip() for line in lines)
@@ -182,7 +193,7 @@ def _wrap(texts: Iterable[str], bullet: str) -> Iterator[str]:
 
 
 _COLUMNS = (
-    Column("unit", 40),
+    Column("unit", 35),
     Column("n", 3),
     Column("class", 14),
     Column("calls", 5),
@@ -190,6 +201,7 @@ _COLUMNS = (
     Column("params", 6),
     Column("inputs", 9),
     Column("returned", 9),
+    Column("coll", 4),
 )
 
 
@@ -208,4 +220,5 @@ def _cells(unit: UnitObservation) -> tuple[str, ...]:
         "/".join(params) or "-",
         "/".join(map(dtype_name, unit.input_dtypes)) or "-",
         (out if raw == out or not raw else f"{raw}>{out}") or "-",
+        str(sum(unit.collectives.values())),
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +14,26 @@ import torch
 from torch import nn
 
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
-from annotate_fsdp.introspect import applied_plan, fsdp_state, plan_of, shards_of, watch_entries
+from annotate_fsdp.collectives import Collective, Collectives, Phase
+from annotate_fsdp.events import Event
+from annotate_fsdp.introspect import (
+    applied_plan,
+    forwards_before,
+    fsdp_state,
+    is_gathered,
+    plan_of,
+    shards_of,
+    switches_of,
+    unreduced_of,
+    watch_communication,
+    watch_entries,
+)
 from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Island, Plan, Unit
-from annotate_fsdp.probes import COLLECTIVES, CountCollectives, float_dtypes, in_backward, tensors_in
-from annotate_fsdp.verdict import Seen, compare_with_plan, notes_on, summarize
+from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Switches
+from annotate_fsdp.verdict import Seen, compare_collectives, compare_with_plan, notes_on, summarize
 
 
 @contextlib.contextmanager
@@ -61,9 +78,19 @@ class _Recorder:
         self.plan = plan if plan is not None else _applied_plan(self.tree.root) or self.actual
         self.is_started = self.is_finished = self.has_backward = False
         self.root_calls = 0
-        self.counts = dict.fromkeys(COLLECTIVES.values(), 0)
+        self.calls: list[Collective] = []  # FSDP2's
+        self.other_calls: list[Call] = []  # the model's own
+        self.communicating: list[str] = []  # the units whose turn it is, innermost last
+        self.events: list[Event] = []
+        self.running: list[tuple[str, int]] = []  # path and number of the runs that are going on
+        self.runs = 0
+        self.beginning = Beginning()
+        self.switches: dict[str, Switches] = {}
+        self.has_queued_end = False
         self.tensor_hooks: list[Any] = []
+        self.hooked: dict[int, torch.Tensor] = {}  # parameters by id, kept so that no id comes back
         self.nodes = {node.path: node for node in self.tree.nodes}
+        self.holders = _find_holders(self.tree)
         self.seen = list(self._modules_to_watch())
         self.shards = [module for node in self.tree.nodes if (module := _sharded_module(node)) is not None]
 
@@ -86,12 +113,13 @@ class _Recorder:
     def install(self, stack: contextlib.ExitStack) -> None:
         """Put the hooks in place; `stack` takes them away again."""
         stack.callback(self._remove_tensor_hooks)
-        holders = _find_holders(self.tree)
         for seen in self.seen:
             if seen.path in self.nodes:
                 members = _members_inside(seen)
-                held = [holder for path in dict.fromkeys(members) for holder in holders.get(path, ())]
+                held = [holder for path in dict.fromkeys(members) for holder in self.holders.get(path, ())]
                 self._watch(self.nodes[seen.path], seen, held, stack)
+        for path, module in self._sharded_modules():
+            stack.callback(watch_communication(module, functools.partial(self._communicate, path)))
         self._watch_root(_hooked_module(self.tree.root), stack)
         stack.enter_context(CountCollectives(self._count))
         if "torch._dynamo" in sys.modules:
@@ -101,14 +129,17 @@ class _Recorder:
         module = _hooked_module(node)
 
         def entering(mod: nn.Module, *_: object) -> None:
-            self.is_started = True
+            if not self.is_started and not self.is_finished:
+                self._begin()
 
         def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_recording():
+                self._note_enter(seen.path, (args, kwargs))
                 self._note_call(seen, held, args, kwargs)
 
         def returned(mod: nn.Module, args: object, output: object) -> None:
             if self._is_recording():
+                self._note_leave(seen.path, output)
                 seen.raw_outputs.update(dict.fromkeys(float_dtypes(output)))
 
         def after(mod: nn.Module, args: object, output: object) -> None:
@@ -178,25 +209,106 @@ class _Recorder:
                 seen.sharded[holder.path] = None
             else:
                 seen.parameters.setdefault(holder.path, {})[parameter.dtype] = None
+                if parameter.requires_grad and id(parameter) not in self.hooked:
+                    self.hooked[id(parameter)] = parameter
+                    self._on_gradient((parameter,), Event("gradient", holder.path))
 
-    def _count(self, kind: str) -> None:
+    def _begin(self) -> None:
+        """Note in what state the step begins."""
+        self.is_started = True
+        names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
+        modules = list(self._sharded_modules())
+        found = (names.get((id(owner), name)) for _, m in modules for owner, name in unreduced_of(m))
+        self.beginning = Beginning(
+            tuple(path for path, module in modules if is_gathered(module)),
+            tuple(path for path in found if path is not None),
+            *forwards_before(modules),
+        )
+        self.switches = {path: switches_of(module) for path, module in modules}
+
+    def _note_enter(self, path: str, inputs: object) -> None:
+        run, self.runs = self.runs, self.runs + 1
+        self.running.append((path, run))
+        tracked = list(_tracked(inputs))
+        self.events.append(Event("enter", path, run, bool(tracked), in_backward()))
+        self._on_gradient(tracked, Event("input", path, run))
+
+    def _note_leave(self, path: str, output: object) -> None:
+        while self.running:  # those that an exception ended, as recomputation ends, are passed over
+            name, run = self.running.pop()
+            if name == path:
+                tracked = list(_tracked(output))
+                self.events.append(Event("leave", path, run, bool(tracked), in_backward()))
+                self._on_gradient(tracked, Event("output", path, run))
+                return
+
+    def _on_gradient(self, tensors: Iterable[torch.Tensor], event: Event) -> None:
+        """Note `event` when a gradient reaches one of `tensors`."""
+
+        def reached(gradient: object) -> None:
+            if self._is_recording():
+                if not self.has_queued_end:
+                    self._enter_backward()
+                self.events.append(event)
+
+        for tensor in tensors:
+            self.tensor_hooks.append(tensor.register_hook(reached))
+
+    def _enter_backward(self) -> None:
+        self.has_queued_end = True
+        self.switches = {path: switches_of(module) for path, module in self._sharded_modules()}
+        if not self.root_calls:
+            self.has_backward = True
+        # FSDP2 reduces its last gradients in a callback of its own, which may be queued after this one: a
+        # callback that is queued by a callback comes after it.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._leave_backward))
+
+    def _leave_backward(self) -> None:
+        self.has_queued_end = False
         if self._is_recording():
-            self.counts[kind] += 1
+            self.events.append(Event("end"))
+        if self.has_backward:
+            self.finish()
 
     def _await_backward(self, output: object) -> None:
         """Finish when the backward that reaches the model's output is complete."""
-        queue = torch.autograd.Variable._execution_engine.queue_callback
 
-        def reached(gradient: torch.Tensor) -> None:
-            if not self.has_backward and self._is_recording():
+        def reached(gradient: object) -> None:
+            if self._is_recording():
                 self.has_backward = True
-                # FSDP2 reduces its last gradients in a callback of its own, which may be queued after
-                # this one: a callback that is queued by a callback comes after it.
-                queue(lambda: queue(self.finish))
+                if not self.has_queued_end:
+                    self._enter_backward()
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 self.tensor_hooks.append(tensor.register_hook(reached))
+
+    @contextlib.contextmanager
+    def _communicate(self, unit: str) -> Iterator[None]:
+        """What is called inside belongs to `unit`."""
+        self.communicating.append(unit)
+        try:
+            yield
+        finally:
+            self.communicating.pop()
+
+    def _count(self, call: Call) -> None:
+        if not self._is_recording():
+            return
+        if not self.communicating:
+            self.other_calls.append(call)
+            return
+        phase: Phase = "backward" if in_backward() else "forward"
+        unit = self.communicating[-1]
+        self.calls.append(Collective(call.kind, unit, phase, call.dtype, call.numel, call.ranks))
+
+    def _sharded_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the first module of each of FSDP2's units, with its path."""
+        for unit in self.actual.units:
+            module = _sharded_module(self.nodes[unit.path])
+            assert module is not None
+            yield unit.path, module
 
     def finish(self) -> None:
         """Record no more."""
@@ -209,18 +321,36 @@ class _Recorder:
 
     def judge(self) -> Verdict:
         """Compare what was seen so far with the plan."""
-        units = _watched_units(self.plan, self.actual)
+        units = list(_watched_units(self.plan, self.actual))
+        schedule = Schedule(self.plan.traffic(self.actual.mesh), self.beginning, self.switches)
+        planned, real = schedule.play(self.events), Collectives(tuple(self.calls))
         notes = list(notes_on(self.seen, self.has_backward))
         if any(map(_is_compiled, self.tree.nodes)):
             notes.append("compiled modules ran uncompiled while they were observed")
+        if self.other_calls:
+            notes.append(f"called by the model itself, not by FSDP2: {_count_kinds(self.other_calls)}")
         return Verdict(
-            units=tuple(summarize(self.seen, units)),
-            disagreements=tuple(compare_with_plan(self.plan, self.actual, self.seen)),
+            units=tuple(summarize(self.seen, units, real)),
+            disagreements=(
+                *compare_with_plan(self.plan, self.actual, self.seen),
+                *compare_collectives(self.plan, self.actual, planned, real),
+            ),
             notes=tuple(notes),
-            collectives=dict(self.counts),
-            planned_collectives=self.plan.collectives(),
+            collectives=real,
+            planned_collectives=planned,
             backward=self.has_backward,
         )
+
+
+def _tracked(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that will get a gradient."""
+    if torch.is_grad_enabled():
+        yield from (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+def _count_kinds(calls: Iterable[Call]) -> str:
+    counts = Counter(call.kind for call in calls)
+    return ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items())
 
 
 def _applied_plan(root: Node) -> Plan | None:

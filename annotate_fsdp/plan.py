@@ -7,12 +7,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from annotate_fsdp.collectives import Collectives, Step
+from annotate_fsdp.events import Event, events_of, outermost_first
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Member, Switches, Traffic
 
 
 @dataclass(frozen=True)
@@ -249,21 +254,44 @@ class Unit:
         """Bytes of its parameters in the compute dtype, without the padding that depends on the mesh."""
         return sum(p.local_numel * self.compute_dtype(p).itemsize for p in self.parameters)
 
-    def collectives(self) -> dict[str, int]:
-        """Collectives of one training step in which it runs once and all gradients are reduced.
+    def collectives(self) -> Collectives:
+        """Return those of one training step if it were alone and a gradient went through it.
 
         One all-gather for forward, one more for backward if it reshards, one reduce-scatter if it
-        trains, one all-reduce with it on a replicated mesh.
+        trains, one all-reduce with it on a replicated mesh. In a model its neighbours matter too, see
+        `Plan.collectives`.
         """
-        if not self.parameters:
-            return {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        trains = int(self.is_trainable)
-        replicated = self.mesh is not None and self.mesh.replicate > 1
-        return {
-            "all_gather": 2 if self.reshard_after_forward is not False else 1,
-            "reduce_scatter": trains,
-            "all_reduce": trains * int(replicated),
-        }
+        events = [Event("enter", path, run, True) for run, path in enumerate(self.paths)]
+        events += [Event("leave", path, run, True) for run, path in enumerate(self.paths)]
+        events.append(Event("output", self.paths[-1], len(self.paths) - 1))
+        events += [Event("gradient", member.path) for member in self.parameters if member.trainable]
+        return Schedule([self.traffic()]).play([*events, Event("end")])
+
+    def traffic(self, mesh: MeshSpec | None = None) -> Traffic:
+        """Return what it sends, on `mesh` if it was planned without one."""
+        mesh = self.mesh or mesh
+        shard = mesh.shard if mesh else 1
+        reshard = self.reshard_after_forward
+        return Traffic(
+            paths=self.paths,
+            members=tuple(
+                Member(
+                    path=parameter.path,
+                    aliases=parameter.aliases,
+                    trainable=parameter.trainable,
+                    dtype=self.compute_dtype(parameter)
+                    if parameter.dtype.is_floating_point
+                    else parameter.dtype,
+                    numel=parameter.sharded_numel(shard) * shard,
+                )
+                for parameter in self.parameters
+            ),
+            reshard="" not in self.paths if reshard is None else reshard,
+            shard=mesh.shard if mesh else 0,
+            # a mesh of two axes replicates, if only once
+            replicate=mesh.replicate if mesh and (mesh.replicate > 1 or len(mesh.dim_names) > 1) else None,
+            reduce_dtype=self.policy.reduce_dtype,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""
@@ -285,7 +313,7 @@ class Unit:
             "trainable": self.is_trainable,
             "sharded_bytes": self.sharded_bytes(),
             "gathered_bytes": self.gathered_bytes(),
-            "collectives": self.collectives(),
+            "collectives": dict(self.collectives().counts()),
             "excluded": list(self.excluded),
             "forward_methods": [list(pair) for pair in self.forward_methods],
             "param_dtypes": {path: dtype_name(dtype) for path, dtype in self.param_dtypes},
@@ -307,6 +335,7 @@ class Plan:
     - sequence: paths of all modules in the units, children before parents in registration order: the order
       in which their forwards end, as far as that can be known without running them.
     - prefetch: how many units ahead each one gathers in forward and in backward; 0 leaves it to FSDP2.
+    - registered: FQNs of all parameters in registration order.
     """
 
     units: tuple[Unit, ...]
@@ -314,6 +343,7 @@ class Plan:
     ignored: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     prefetch: tuple[int, int] = (0, 0)
+    registered: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -359,13 +389,43 @@ class Plan:
         """Number of parameters in all units."""
         return sum(unit.numel for unit in self.units)
 
-    def collectives(self) -> dict[str, int]:
-        """Collectives of one training step in which every unit runs once; see `Unit.collectives`."""
-        total = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        for unit in self.units:
-            for kind, count in unit.collectives().items():
-                total[kind] += count
-        return total
+    def collectives(self, step: Step | None = None) -> Collectives:
+        """Return the collectives that FSDP2 calls in a step, in order.
+
+        Args:
+            step: how it differs from the plain one, in which all modules run once in the order of
+                `sequence` and everything trainable gets a gradient.
+
+        Raises:
+            AnnotationError: `step` names a path that is no unit's module.
+        """
+        step = step or Step()
+        traffic = self.traffic()
+        events = events_of(traffic, self._sequence, self.registered, step)
+        switches = {} if step.synchronizes else {unit.path: Switches(reduces=False) for unit in self.units}
+        schedule = Schedule(traffic, Beginning(step.gathered), switches)
+        if step.evaluated:
+            evaluation = replace(step, backward=False)
+            schedule.evaluate(events_of(traffic, self._sequence, self.registered, evaluation), step.gathered)
+        return schedule.play(events)
+
+    def traffic(self, mesh: MeshSpec | None = None) -> list[Traffic]:
+        """Return what its units send, on `mesh` if they were planned without one; outer units first."""
+        found = outermost_first(self._sequence)
+        units = sorted(self.units, key=lambda unit: min(found[path] for path in unit.paths))
+        return [unit.traffic(mesh) for unit in units]
+
+    @cached_property
+    def _sequence(self) -> tuple[str, ...]:
+        """The sequence of the units' modules; what it does not know comes right before what holds it."""
+        missing = dict.fromkeys(path for unit in self.units for path in unit.paths)
+        sequence = [path for path in self.sequence if path in missing]
+        for path in sequence:
+            del missing[path]
+        for path in missing:
+            holders = (at for at, one in enumerate(sequence) if not one or path.startswith(f"{one}."))
+            sequence.insert(next(holders, len(sequence)), path)
+        return tuple(sequence)
 
     def differences(self, other: Plan) -> Iterator[str]:
         """Yield one line for each difference in layout between this plan and `other`."""
@@ -385,12 +445,19 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-able data."""
+        collectives = self.collectives()
+        of_unit = collectives.by_unit()
+        none = Collectives(())
         return {
             "mesh": [self.mesh.replicate, self.mesh.shard] if self.mesh else None,
             "numel": self.numel,
-            "collectives": self.collectives(),
+            "collectives": dict(collectives.counts()),
+            "collectives_by_phase": collectives.to_dict(),
             "ignored": list(self.ignored),
-            "units": [unit.to_dict() for unit in self.units],
+            "units": [
+                unit.to_dict() | {"collectives": dict(of_unit.get(unit.path, none).counts())}
+                for unit in self.units
+            ],
         }
 
     def fingerprint(self) -> str:

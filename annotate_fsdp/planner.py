@@ -100,8 +100,9 @@ class Planner:
         ignored = tuple(held.path for held in self.tree.held if id(held.parameter) in self.ignored)
         sequence = [path for unit in units for path in unit.paths]
         sequence.sort(key=paths.__getitem__)
+        registered = tuple(held.path for held in self.tree.held)
         ordered = order_units(units, paths, parents)
-        return Plan(ordered, self.options.mesh, ignored, tuple(sequence), self.options.prefetch)
+        return Plan(ordered, self.options.mesh, ignored, tuple(sequence), self.options.prefetch, registered)
 
     def sites(self) -> dict[tuple[str, ...], Site]:
         """Return where each unit of the plan lies, by its paths; to be called after `plan`."""

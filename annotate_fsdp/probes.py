@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COLLECTIVES = {"allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce"}
+from annotate_fsdp.collectives import Kind
+
+COLLECTIVES: dict[str, Kind] = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as it is called: its kind, the dtype and size of its larger buffer, the group's size."""
+
+    kind: Kind
+    dtype: torch.dtype
+    numel: int
+    ranks: int
 
 
 class CountCollectives(TorchDispatchMode):
-    """Count collectives by kind.
+    """Report every collective that is called.
 
     `CommDebugMode` counts the same, but its module tracker makes views of all module outputs, which breaks
     models that write into them.
@@ -22,7 +39,7 @@ class CountCollectives(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, count: Callable[[str], None]) -> None:
+    def __init__(self, count: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.count = count
 
@@ -35,8 +52,24 @@ class CountCollectives(TorchDispatchMode):
                 short = name.replace("_", "")
                 for start, kind in COLLECTIVES.items():
                     if short.startswith(start):
-                        self.count(kind)
+                        self.count(_call(kind, args))
         return func(*args, **(kwargs or {}))
+
+
+def _call(kind: Kind, args: Any) -> Call:
+    """Read a call off its arguments: buffers, or lists of buffers, and the process group."""
+    buffers = list(tensors_in(args))
+    numel = max((sum(t.numel() for t in tensors_in(arg)) for arg in args), default=0)
+    groups = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+    ranks = next((group.size() for arg in groups if (group := _group(arg)) is not None), 0)
+    return Call(kind, buffers[0].dtype, numel, ranks)
+
+
+def _group(boxed: torch.ScriptObject) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(boxed)
+    except (RuntimeError, TypeError):  # a reduce operation is boxed too
+        return None
 
 
 def float_dtypes(value: object) -> Iterator[torch.dtype]:

@@ -45,7 +45,11 @@ UNIT_COLUMNS = (
 
 def render_units(plan: Plan) -> str:
     """Return the plan's unit table, repeated layers folded, at most 100 columns wide."""
-    return render_table(UNIT_COLUMNS, fold_rows((unit.name, _cells(unit)) for unit in plan.units))
+    calls = plan.collectives().by_unit()
+    return render_table(
+        UNIT_COLUMNS,
+        fold_rows((unit.name, _cells(unit, len(calls.get(unit.path, ())))) for unit in plan.units),
+    )
 
 
 def fold_rows(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
@@ -84,7 +88,7 @@ def render_totals(plan: Plan) -> str:
         waste = 1 - ideal / (per_rank * plan.mesh.shard) if per_rank else 0
         padding = f" ({waste:.0%} of it padding)" if waste >= 0.005 else ""
         where = f"; on each of {plan.mesh} {human_bytes(per_rank)} after sharding{padding}"
-    counts = plan.collectives()
+    counts = plan.collectives().counts()
     words = ", ".join(f"{count:,} {kind.replace('_', '-')}s" for kind, count in counts.items() if count)
     lines = [
         f"{plan.numel:,} parameters in {len(plan.units)} units; stored: {by_dtype or 'nothing'}{where}",
@@ -138,7 +142,7 @@ def _row(columns: Sequence[Column], cells: Sequence[str]) -> str:
     return " ".join(parts).rstrip()
 
 
-def _cells(unit: Unit) -> tuple[str, ...]:
+def _cells(unit: Unit, collectives: int) -> tuple[str, ...]:
     flag = unit.reshard_after_forward
     reshard = ("yes" if flag else "no") if isinstance(flag, bool) else str(flag)
     shares = unit.sharded_bytes()
@@ -152,7 +156,7 @@ def _cells(unit: Unit) -> tuple[str, ...]:
         reshard if unit.members else "-",
         human_count(unit.numel),
         human_bytes(shares).replace(" ", "").replace("iB", ""),
-        str(sum(unit.collectives().values())),
+        str(collectives),
     )
 
 

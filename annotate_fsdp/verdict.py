@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from annotate_fsdp.collectives import Collectives, Kind
 from annotate_fsdp.observation import UnitObservation, dtype_names
 from annotate_fsdp.plan import Island, Plan, Unit, dtype_name
 
@@ -77,6 +78,33 @@ def compare_with_plan(plan: Plan, actual: Plan, seen: Sequence[Seen]) -> Iterato
             yield f"{_handed_on_text(outer, inner)}. Write output_dtype={dtype} on it"
 
 
+def compare_collectives(plan: Plan, actual: Plan, planned: Collectives, real: Collectives) -> Iterator[str]:
+    """Yield the units for which FSDP2 called other collectives than the plan has for the step that ran.
+
+    Nothing is said where the units differ: that changes the collectives of their neighbours too.
+    """
+    if [unit.paths for unit in plan.units] != [unit.paths for unit in actual.units]:
+        return
+    mine, theirs, none = planned.by_unit(), real.by_unit(), Collectives(())
+    for unit in plan.units:
+        here = mine.get(unit.path, none).counts()
+        there = theirs.get(unit.path, none).counts()
+        if here != there:
+            yield (
+                f"{unit.name}: in this step the plan has {_counts(here)}, but FSDP2 called {_counts(there)}. "
+                "Do not call unshard() or reshard() in between, nor set what FSDP2 gathers ahead"
+            )
+
+
+def _counts(counts: dict[Kind, int]) -> str:
+    words = [
+        f"{count} {kind.replace('_', '-')}{'' if count == 1 else 's'}"
+        for kind, count in counts.items()
+        if count
+    ]
+    return " and ".join(words) or "no collective"
+
+
 def notes_on(seen: Sequence[Seen], backward: bool) -> Iterator[str]:
     """Yield what equals the plan but may not be meant."""
     idle = [one.name for one in seen if not one.calls + one.recomputes]
@@ -100,8 +128,11 @@ def notes_on(seen: Sequence[Seen], backward: bool) -> Iterator[str]:
             yield f"{_handed_on_text(outer, inner)}; it casts for itself, so let it cast its output back"
 
 
-def summarize(seen: Sequence[Seen], units: Iterable[Unit]) -> Iterator[UnitObservation]:
+def summarize(
+    seen: Sequence[Seen], units: Iterable[Unit], collectives: Collectives
+) -> Iterator[UnitObservation]:
     """Yield one observation for each unit, its modules together."""
+    calls, none = collectives.by_unit(), Collectives(())
     by_path = {one.path: one for one in seen}
     for unit in units:
         parts = [by_path[path] for path in unit.paths if path in by_path]
@@ -116,6 +147,7 @@ def summarize(seen: Sequence[Seen], units: Iterable[Unit]) -> Iterator[UnitObser
                 input_dtypes=_union(one.inputs for one in parts),
                 raw_output_dtypes=_union(one.raw_outputs for one in parts),
                 output_dtypes=_union(one.outputs for one in parts),
+                collectives=calls.get(unit.path, none).counts(),
             )
 
 

@@ -205,11 +205,11 @@ def test_the_report_reads_as_a_table(ranks: Any) -> None:
             "Model, one step observed: agrees with the plan",
             "",
             "collectives: 9 all-gather (plan: 9), 5 reduce-scatter (plan: 5), 0 all-reduce (plan: 0)",
-            f"{'unit':40} n   class          calls again params inputs    returned",
-            " ".join("-" * width for width in (40, 3, 14, 5, 5, 6, 9, 9)),
-            f"{'blocks.{0-1}.norm':40} 2   LayerNorm      1     0     fp32   fp32      fp32>bf16",
-            f"{'blocks.{0-1}':40} 2   Block          1     0     bf16   bf16      bf16",
-            f"{'(root)':40} 1   Model          1     0     bf16   -         bf16",
+            f"{'unit':35} n   class          calls again params inputs    returned  coll",
+            " ".join("-" * width for width in (35, 3, 14, 5, 5, 6, 9, 9, 4)),
+            f"{'blocks.{0-1}.norm':35} 2   LayerNorm      1     0     fp32   fp32      fp32>bf16 3",
+            f"{'blocks.{0-1}':35} 2   Block          1     0     bf16   bf16      bf16      3",
+            f"{'(root)':35} 1   Model          1     0     bf16   -         bf16      2",
             "",
             "notes",
             "  - blocks.0.norm, blocks.1.norm: returned fp32 and were rounded to bf16 at the unit's "
@@ -414,7 +414,7 @@ def several_steps() -> tuple[Any, ...]:
         (model(IDS).sum() + model(IDS).sum()).backward()
 
     return tuple(
-        (o.agrees, o.backward, o.unit("blocks.0").calls, o.collectives["all_reduce"], o.notes)
+        (o.agrees, o.backward, o.unit("blocks.0").calls, o.collectives.counts()["all_reduce"], o.notes)
         for o in (observe_step(model, run=run) for run in (train, evaluate, accumulate))
     )
 
@@ -484,7 +484,7 @@ def encode(by_hand: bool) -> tuple[Any, ...]:
     observation = observe_step(model, plan, run)
     root = observation.unit("")
     facts = (root.calls, root.input_dtypes, root.param_dtypes, root.output_dtypes, root.sharded)
-    rest = (observation.backward, observation.collectives["all_reduce"], hooks_of(model) == before)
+    rest = (observation.backward, observation.collectives.counts()["all_reduce"], hooks_of(model) == before)
     return facts, rest, observation.disagreements
 
 

@@ -646,7 +646,7 @@ def test_a_unit_without_parameters_neither_reshards_nor_offloads_nor_costs() -> 
     unit = plan_annotated(model, mp_policy=BF16, world_size=4, lowering="unit").unit("a")
     assert (unit.members, unit.reshard_after_forward, unit.offload_policy) == ((), False, OffloadPolicy())
     assert unit.policy == MixedPrecisionPolicy(float32, float32, bfloat16)
-    assert unit.collectives() == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    assert unit.collectives().counts() == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     assert (unit.compute_dtypes, unit.storage_dtypes, unit.reduce_dtypes) == ((), (), ())
 
 
@@ -805,6 +805,18 @@ def test_a_plan_as_data_reads_as_written() -> None:
         "mesh": [2, 2],
         "numel": 9,
         "collectives": {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1},
+        "collectives_by_phase": {
+            "forward": {
+                "all_gather": {"count": 1, "bytes": {"float32": 48}},
+                "reduce_scatter": {"count": 0, "bytes": {}},
+                "all_reduce": {"count": 0, "bytes": {}},
+            },
+            "backward": {
+                "all_gather": {"count": 1, "bytes": {"float32": 48}},
+                "reduce_scatter": {"count": 1, "bytes": {"float32": 48}},
+                "all_reduce": {"count": 1, "bytes": {"float32": 24}},
+            },
+        },
         "ignored": [],
         "units": [
             {
@@ -872,13 +884,15 @@ def test_a_plan_as_data_reads_as_written() -> None:
 def test_collectives_of_frozen_kept_gathered_and_replicated_units() -> None:
     def collectives(world_size: Any, *, reshard: bool, trainable: bool) -> tuple[int, ...]:
         model = Holder(a=fsdp_unit(linear(), reshard_after_forward=reshard)).requires_grad_(trainable)
-        return tuple(plan_annotated(model, world_size=world_size, lowering="unit").collectives().values())
+        return tuple(
+            plan_annotated(model, world_size=world_size, lowering="unit").collectives().counts().values()
+        )
 
     assert collectives(4, reshard=True, trainable=True) == (2, 1, 0)
     assert collectives(4, reshard=False, trainable=True) == (1, 1, 0)
-    assert collectives(4, reshard=True, trainable=False) == (2, 0, 0)
+    assert collectives(4, reshard=True, trainable=False) == (1, 0, 0)
     assert collectives((2, 2), reshard=True, trainable=True) == (2, 1, 1)
-    assert collectives((4, 1), reshard=False, trainable=False) == (1, 0, 0)
+    assert collectives((4, 1), reshard=False, trainable=True) == (0, 0, 1)
 
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3)

@@ -125,7 +125,7 @@ def train(
         "held_out_accuracy": accuracy if settings.images else None,
         "units": len(report.plan.units),
         "observation": observation.to_dict(),
-        "collectives_per_step": dict(observation.collectives),
+        "collectives_per_step": dict(observation.collectives.counts()),
     }
     return figures, agrees
 
@@ -195,7 +195,7 @@ def _finite(loss: float, step: int) -> float:
 
 
 def _verdict(observation: Any, agrees: bool, units: int) -> str:
-    counts = ", ".join(f"{count} {name}" for name, count in observation.collectives.items())
+    counts = ", ".join(f"{count} {name}" for name, count in observation.collectives.counts().items())
     if agrees:
         return f"observed step: agrees with the plan ({units} units; {counts})"
     shown = "; ".join(observation.disagreements) or "another rank saw a disagreement"
