@@ -1025,15 +1025,28 @@ def big_model(modules: int) -> nn.Module:
 
 
 def planning_time(model: nn.Module) -> float:
-    start = time.perf_counter()
-    plan_annotated(model, world_size=64, lowering="unit")
-    return time.perf_counter() - start
+    """Processor seconds of one plan under the default lowering: waiting for a busy machine does not count."""
+    gc.collect()
+    start = time.process_time()
+    plan_annotated(model, world_size=64)
+    return time.process_time() - start
+
+
+def per_module(small: int, large: int, repeats: int) -> tuple[float, float]:
+    """Return the time for the large model and the ratio of the times per module: medians in alternation."""
+    models = big_model(small), big_model(large)
+    times = [(planning_time(models[0]), planning_time(models[1])) for _ in range(repeats)]
+    first, second = (statistics.median(column) for column in zip(*times, strict=True))
+    return second, second / large / (first / small)
 
 
 def test_planning_ten_thousand_modules_takes_under_a_second_and_time_grows_with_the_tree_only() -> None:
-    small, large = big_model(2_000), big_model(10_000)
-    gc.collect()
-    times = [(planning_time(small) * 5, planning_time(large)) for _ in range(5)]
-    scaled, whole = (statistics.median(column) for column in zip(*times, strict=True))
-    assert whole < 1
-    assert whole < 1.5 * scaled
+    seconds, ratio = per_module(2_000, 10_000, 5)
+    assert seconds < 1
+    assert ratio < 1.5
+
+
+@pytest.mark.slow
+def test_planning_is_linear_up_to_a_hundred_thousand_modules() -> None:
+    _, ratio = per_module(10_000, 100_000, 2)
+    assert ratio <= 1.3
