@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from annotate_fsdp.boundary import Boundary
 from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
-from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
+from annotate_fsdp.introspect import GatherAgain, data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
 
 
@@ -51,6 +51,9 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         except Exception as error:
             raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
+        if unit.gathers_again:
+            for target in targets:
+                target.register_forward_hook(GatherAgain(target))
         for cast in unit.casts:
             Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
     if any(plan.prefetch):

@@ -16,6 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     ShardPlacementResult,
+    _dynamo_disable,
+    is_bw,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -81,6 +83,27 @@ def applied_plan(model: nn.Module) -> Plan | None:
     """Return the plan that `shard_annotated` applied to `model`, None if it was sharded otherwise."""
     plan = vars(model).get(PLAN_ATTRIBUTE)
     return plan if isinstance(plan, Plan) else None
+
+
+class GatherAgain:
+    """A forward hook that lets the backward of each module of a unit gather it, if it was freed meanwhile.
+
+    FSDP2 does so for the module that runs last only. If its output gets no gradient, a second backward reads
+    memory that the first one has freed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.state = fsdp_state(module)
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        """Watch the gradient of `output`."""
+        return output if is_bw() else self.state._register_pre_backward_hook(output)
+
+
+def gathers_again(module: nn.Module) -> bool:
+    """Whether a `GatherAgain` is on `module`."""
+    return any(isinstance(hook, GatherAgain) for hook in module._forward_hooks.values())
 
 
 def has_lazy_init(model: nn.Module) -> bool:
@@ -267,6 +290,7 @@ def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Un
         provenance="read back",
         param_dtypes=_read_param_dtypes(state, groups, held_by_id),
         parameters=parameters,
+        gathers_again=len(nodes) > 1 and all(gathers_again(node.module) for node in nodes),
         forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),
     )
 

@@ -152,6 +152,7 @@ def _inner(unit: Unit, policy: MixedPrecisionPolicy, nodes: list[Node], inside: 
         why=f"what lies inside {unit.name}, in {_compute(unit, inside)}",
         parameters=tuple(inside),
         excluded=unit.excluded,
+        gathers_again=len(nodes) > 1,
     )
 
 

@@ -272,6 +272,7 @@ class _Lowering:
             parameters=parameters,
             excluded=tuple(path for path in excluded if path not in owned),
             islands=tuple(islands),
+            gathers_again=True,
         )
 
     def _why_grouped(self, unit: Unit) -> str:

@@ -87,9 +87,8 @@ class UnitSpec:
 
     @property
     def names_precision(self) -> bool:
-        """Whether it says anything about dtypes, and not only what is gathered and freed at once."""
-        said = (self.policy, self.casts_itself, self.reduce_dtype, self.output_dtype)
-        return said != ("inherit", False, None, "enclosing")
+        """Whether it asks for a dtype, and not only what is gathered and freed at once."""
+        return self.policy != "inherit" or self.reduce_dtype is not None
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ class Unit:
     - param_dtypes: (FQN, dtype) of the members that compute in another dtype than the policy's.
     - casts: the modules whose inputs and outputs our own hooks cast, since they are no units of FSDP2 or
       share one; see `Cast`.
+    - gathers_again: whether the backward of each of several modules gathers what was freed meanwhile, as
+      our hooks see to.
     - islands: what the marks meant that was grouped or folded into this unit; see `Island`.
     """
 
@@ -173,6 +175,7 @@ class Unit:
     excluded: tuple[str, ...] = field(default=(), compare=False)
     forward_methods: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     islands: tuple[Island, ...] = field(default=(), compare=False)
+    gathers_again: bool = field(default=False, compare=False)
 
     @property
     def path(self) -> str:
@@ -291,6 +294,7 @@ class Unit:
             # a mesh of two axes replicates, if only once
             replicate=mesh.replicate if mesh and (mesh.replicate > 1 or len(mesh.dim_names) > 1) else None,
             reduce_dtype=self.policy.reduce_dtype,
+            gathers_again=self.gathers_again,
         )
 
     def to_dict(self) -> dict[str, Any]:

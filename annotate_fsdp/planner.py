@@ -619,6 +619,7 @@ class Planner:
             mesh=self.options.mesh,
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
             param_dtypes=tuple(self._param_dtypes(draft)),
+            gathers_again=len(nodes) > 1,
             class_names=tuple(node.class_name for node in nodes),
             provenance=draft.provenance,
             why=draft.why,

@@ -117,6 +117,9 @@ class Schedule:
 
     def _leave(self, event: Event, unit: _Unit) -> None:
         if len(unit.traffic.paths) > 1:
+            watched = unit.traffic.gathers_again and event.phase == "forward" and event.tracked
+            if watched and event.run is not None:
+                self.on_output.setdefault(event.run, []).append(unit)
             if event.path not in unit.waiting:
                 return
             unit.waiting.remove(event.path)

@@ -34,6 +34,7 @@ class Traffic:
     - shard, replicate: ranks that shard and that replicate; 0 if that is not known, and `replicate` is
       None where nothing is replicated.
     - reduce_dtype: that gradients are sent in; None for their own.
+    - gathers_again: whether the backward of each module gathers, not only that of the last.
     """
 
     paths: tuple[str, ...]
@@ -42,6 +43,7 @@ class Traffic:
     shard: int
     replicate: int | None
     reduce_dtype: torch.dtype | None
+    gathers_again: bool = False
 
     @cached_property
     def gathered(self) -> tuple[torch.dtype, int]:

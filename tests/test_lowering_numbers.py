@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from annotate_fsdp import Plan, plan_annotated, plan_of, shard_annotated
-from annotate_fsdp.lowering import CAN_FOLD
 from annotate_fsdp.train.batches import rank_rows, run_batch
 from annotate_fsdp.train.registry import find_model, find_source
 
@@ -80,11 +79,13 @@ def mesh_of(case: Case) -> DeviceMesh:
     return init_device_mesh("cpu", (case.world,))
 
 
-def compile_blocks(model: nn.Module, lowering: str) -> None:
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block, in one graph where nothing in it is an FSDP module."""
     torch._dynamo.reset()
     for module in model.modules():
         if type(module).__name__.endswith("Block"):
-            module.compile(backend="aot_eager", fullgraph=lowering == "fold" and CAN_FOLD)
+            nested = any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
+            module.compile(backend="aot_eager", fullgraph=not nested)
 
 
 def run_case(case: Case, lowering: str) -> tuple[Record, Plan]:
@@ -103,7 +104,7 @@ def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
     model = islands(case)
     shard_annotated(model, mesh_of(case), mp_policy=BF16, lowering=lowering)
     if case.compiled:
-        compile_blocks(model, lowering)
+        compile_blocks(model)
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     torch.manual_seed(100 + dist.get_rank())
