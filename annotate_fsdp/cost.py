@@ -1,0 +1,425 @@
+"""Latency and bandwidth: what a step's communication takes on a link that one need not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from annotate_fsdp.collectives import Collective, Collectives, Kind, Phase, Step
+from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.plan import Plan
+from annotate_fsdp.schedule import Event, Schedule, events_of
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+def moved_fraction(kind: Kind, ranks: int) -> float:
+    """Return the part of a collective's whole buffer that each rank receives, and sends.
+
+    (R - 1) / R for an all-gather and a reduce-scatter, twice that for an all-reduce, which is one after
+    the other: the bus bandwidth's factor in nccl-tests' PERFORMANCE.md.
+    """
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was fitted for a number of ranks.
+
+    - latency: seconds that a collective takes however little it moves.
+    - bandwidth: bytes per second that each rank moves, see `moved_fraction`; infinite if size does not show.
+    """
+
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to carry out one kind of collective, by number of ranks.
+
+    Between two points the latency and the time per byte go straight from one to the other. Beyond the last
+    point (and below the first) the latency follows the line through the two nearest, since rings take one step
+    more for every rank, and the bandwidth is that of the nearest. A single point holds everywhere.
+
+    - points: with rising numbers of ranks.
+    - protocol: its name, for display.
+    - first, last: the fewest and the most ranks it is used for.
+    """
+
+    kind: Kind
+    points: tuple[Point, ...]
+    protocol: str = ""
+    first: int = 2
+    last: int | None = None
+
+    def at(self, ranks: int) -> Point:
+        """Return the point for a number of ranks."""
+        if len(self.points) == 1:
+            return replace(self.points[0], ranks=ranks)
+        after = next((i for i, point in enumerate(self.points) if point.ranks >= ranks), len(self.points) - 1)
+        a, b = self.points[max(after, 1) - 1], self.points[max(after, 1)]
+        way = (ranks - a.ranks) / (b.ranks - a.ranks)
+        latency = max(a.latency + way * (b.latency - a.latency), 0.0)
+        share = min(max(way, 0.0), 1.0)
+        pace = (1 - share) / a.bandwidth + share / b.bandwidth  # seconds per byte
+        return Point(ranks, latency, 1 / pace if pace else float("inf"))
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A time in two parts: what size does not change, and what it does."""
+
+    latency: float = 0.0
+    transfer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both parts."""
+        return self.latency + self.transfer
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.latency + other.latency, self.transfer + other.transfer)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast collectives are: time = latency + moved bytes / bandwidth.
+
+    Several lines for one kind and number of ranks are protocols, of which the faster is taken. A group of
+    ranks is thought to fill node after node.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+
+    def seconds(self, kind: Kind, size: int, ranks: int) -> Seconds:
+        """Return the time of one collective; nothing for a single rank.
+
+        Args:
+            kind: of the collective.
+            size: bytes of the whole buffer, see `Collective.bytes`.
+            ranks: of the process group.
+
+        Raises:
+            AnnotationError: the number of ranks is not known (0), or the link has nothing for that kind.
+        """
+        if ranks == 1:
+            return Seconds()
+        lines = [
+            line
+            for line in self.lines
+            if line.kind == kind and line.first <= ranks and (line.last is None or ranks <= line.last)
+        ]
+        if ranks < 1 or not lines:
+            wrong = f"link {self.name} says nothing about it" if ranks > 0 else "its ranks are not known"
+            write = (
+                "Fit the link with samples of it" if ranks > 0 else "Plan with a mesh or with world_size=64"
+            )
+            raise AnnotationError([Finding("AF108", "error", "", f"{kind} of {ranks} ranks", wrong, write)])
+        moved = size * moved_fraction(kind, ranks)
+        points = [line.at(ranks) for line in lines]
+        times = [Seconds(point.latency, moved / point.bandwidth) for point in points]
+        return min(times, key=lambda time: time.total)
+
+
+# -- links that are known --------------------------------------------------------------------------
+
+
+def _line(kind: Kind, points: Iterable[tuple[int, float, float]], **options: Any) -> Line:
+    """A line from (ranks, microseconds, GB/s of the whole buffer), as nccl-tests' "algbw" counts it."""
+    return Line(
+        kind,
+        tuple(
+            Point(ranks, us * 1e-6, gigabytes * 1e9 * moved_fraction(kind, ranks))
+            for ranks, us, gigabytes in points
+        ),
+        **options,
+    )
+
+
+_ONE_NODE = ((2, 8.0, 537.0), (4, 17.0, 434.0), (8, 30.0, 394.0))
+_LL = ((16, 23.3, 41.6), (32, 42.7, 21.1), (64, 81.5, 20.7))
+_SIMPLE = ((16, 70.0, 409.6), (32, 145.6, 396.4), (64, 296.8, 390.1))
+_REPLICAS_LL = ((2, 16.6, 24.0), (4, 36.6, 13.6), (8, 76.6, 11.7))
+_REPLICAS_SIMPLE = ((2, 36.4, 48.0), (4, 92.4, 32.0), (8, 204.4, 27.4))
+
+H100X8 = Link(
+    "h100x8",
+    (
+        _line("all_gather", _ONE_NODE, protocol="NVLink", last=8),
+        _line("reduce_scatter", _ONE_NODE, protocol="NVLink", last=8),
+        _line("all_gather", _LL, protocol="LL", first=9),
+        _line("reduce_scatter", _LL, protocol="LL", first=9),
+        _line("all_gather", _SIMPLE, protocol="Simple", first=9),
+        _line("reduce_scatter", _SIMPLE, protocol="Simple", first=9),
+        _line("all_reduce", _REPLICAS_LL, protocol="LL"),
+        _line("all_reduce", _REPLICAS_SIMPLE, protocol="Simple"),
+    ),
+)
+"""Nodes of 8 H100 on NVSwitch, joined by one 400 Gb/s card for each GPU.
+
+All figures are those of autoparallel's `cost_models/nccl_cost_model.py` (meta-pytorch/autoparallel, commit
+0288b2c), in microseconds and GB/s of the whole buffer:
+
+- up to 8 ranks, one node: fitted from nccl-tests at 2, 4 and 8 GPUs (8, 17, 30 us; 537, 434, 394 GB/s).
+- more ranks, whole nodes: what NCCL 2.27.5 itself expects of its rings (tuning logs) at 2, 4 and 8 nodes; at
+  8 nodes LL 81.5 us and 20.7 GB/s, Simple 296.8 us and 390.1 GB/s.
+- beyond 64 ranks an extrapolation: each node more adds 9.7 us (LL) or 37.8 us (Simple), and the bandwidth
+  stays. That meets the source's own figures at 32 nodes (314.3 us and 1204 us). 1024 ranks: 1.25 ms, 4.83 ms.
+- all-reduce: FSDP2 calls it between replicas only, which lie a node or more apart, so it is the ring of one
+  GPU in each of 2, 4 or 8 nodes, extrapolated likewise. With many replicas NCCL takes trees, which wait less.
+
+Measured bandwidth of large messages over nodes is 0.87 of that, says the same source; it is left out here.
+"""
+
+LOOPBACK = Link(
+    "loopback",
+    tuple(Line(kind, (Point(2, 2e-4, 1e9),)) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
+)
+"""Gloo over one machine's own loopback: a placeholder, to be replaced by `fit_link` with samples of the machine.
+
+Rounded medians of 2 ranks on a shared 2-core virtual machine, torch 2.13.0, 1 KiB to 4 MiB.
+"""
+
+LINKS: dict[str, Link] = {link.name: link for link in (H100X8, LOOPBACK)}
+"""The links that are known, by name."""
+
+
+# -- a link from measurements ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured collective; `bytes` is its whole buffer, as in `Collective`."""
+
+    kind: Kind
+    bytes: int
+    ranks: int
+    seconds: float
+
+
+def fit_link(samples: Iterable[Sample], name: str) -> Link:
+    """Return the link that explains `samples` best.
+
+    For each kind and number of ranks: the median of each size, so that a few outliers do not matter; then
+    the line through the medians with the least squared relative error, so that small sizes count as much as
+    large ones. A latency is never negative, nor a bandwidth: where the best line has one, it is the best of
+    those that start at 0, or of those that are flat.
+
+    Args:
+        samples: at least two sizes for each kind and number of ranks.
+        name: of the link.
+
+    Raises:
+        AnnotationError: there are too few sizes, or a sample is no measurement.
+    """
+    sizes: dict[tuple[Kind, int], dict[int, list[float]]] = {}
+    for sample in samples:
+        if sample.seconds <= 0 or sample.ranks < 2 or sample.bytes < 0:
+            raise _unfit(name, repr(sample), "it takes 2 ranks, some bytes and some time", "Leave it out")
+        sizes.setdefault((sample.kind, sample.ranks), {}).setdefault(sample.bytes, []).append(sample.seconds)
+    points: dict[Kind, list[Point]] = {}
+    for (kind, ranks), times in sorted(sizes.items()):
+        if len(times) < 2:
+            declared = f"{kind} of {ranks} ranks in one size"
+            raise _unfit(name, declared, "latency cannot be told from bandwidth", "Measure several sizes")
+        fraction = moved_fraction(kind, ranks)
+        medians = [(size * fraction, median(seconds)) for size, seconds in times.items()]
+        points.setdefault(kind, []).append(Point(ranks, *_straight_line(medians)))
+    if not points:
+        raise _unfit(name, "no sample", "there is nothing to fit", "Measure several sizes")
+    return Link(name, tuple(Line(kind, tuple(found)) for kind, found in points.items()))
+
+
+def _unfit(name: str, declared: str, wrong: str, write: str) -> AnnotationError:
+    return AnnotationError([Finding("AF108", "error", "", f"link {name}: {declared}", wrong, write)])
+
+
+def _straight_line(medians: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency and bandwidth with the least sum of ((latency + x / bandwidth) / y - 1) squared."""
+    weights = [y**-2 for _, y in medians]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, medians, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, medians, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, medians, strict=True))
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, medians, strict=True)) / spread
+    if slope <= 0:
+        return mean_y, float("inf")
+    if (latency := mean_y - slope * mean_x) >= 0:
+        return latency, 1 / slope
+    through = sum(w * x * y for w, (x, y) in zip(weights, medians, strict=True))
+    return 0.0, sum(w * x * x for w, (x, _) in zip(weights, medians, strict=True)) / through
+
+
+# -- a step on a link ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """The collectives of one unit in a step; `unit` is the path of its first module."""
+
+    unit: str
+    calls: int
+    seconds: Seconds
+
+    @property
+    def is_latency_bound(self) -> bool:
+        """Whether waiting takes longer than moving bytes: another unit's parameters would go along cheaply."""
+        return self.seconds.latency > self.seconds.transfer
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The communication of a step, one collective after the other: an upper bound.
+
+    FSDP2 overlaps most of it with computation; how much of it shows in a step depends on both.
+
+    - link: name of the link.
+    - phases: (phase, seconds) of forward and backward.
+    - units: those that communicate, in the order of their first collective.
+    """
+
+    link: str
+    phases: tuple[tuple[Phase, Seconds], ...]
+    units: tuple[UnitTime, ...]
+
+    @property
+    def seconds(self) -> Seconds:
+        """The whole step."""
+        return sum((seconds for _, seconds in self.phases), Seconds())
+
+    @property
+    def calls(self) -> int:
+        """Number of collectives."""
+        return sum(unit.calls for unit in self.units)
+
+    @property
+    def latency_bound(self) -> tuple[UnitTime, ...]:
+        """The units whose collectives wait longer than they move bytes."""
+        return tuple(unit for unit in self.units if unit.is_latency_bound)
+
+
+def step_time(collectives: Collectives, link: Link) -> StepTime:
+    """Return what the collectives of a step take on `link` if nothing overlaps.
+
+    Raises:
+        AnnotationError: the plan had no mesh, or the link says nothing about a kind of collective.
+    """
+    phases = dict.fromkeys(PHASES, Seconds())
+    units: dict[str, UnitTime] = {}
+    known: dict[tuple[Kind, int, int], Seconds] = {}
+    for call in collectives:
+        seconds = _call_time(call, link, known)
+        phases[call.phase] += seconds
+        before = units.get(call.unit, UnitTime(call.unit, 0, Seconds()))
+        units[call.unit] = UnitTime(call.unit, before.calls + 1, before.seconds + seconds)
+    return StepTime(link.name, tuple(phases.items()), tuple(units.values()))
+
+
+def _call_time(call: Collective, link: Link, known: dict[tuple[Kind, int, int], Seconds]) -> Seconds:
+    key = (call.kind, call.bytes, call.ranks)
+    if key not in known:
+        known[key] = link.seconds(*key)
+    return known[key]
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def gathered_bytes(plan: Plan, step: Step | None = None) -> Iterator[tuple[Event, int]]:
+    """Yield each event of a step with the bytes that are gathered on a rank right after it.
+
+    Counted are, padding included and in the dtype they compute in: the parameters of the units that are
+    gathered (the root and what is not resharded stay so from their first use to their backward's end, what
+    is nested lies on top of what encloses it); the buffer of the unit that FSDP2 gathers ahead in backward;
+    and the part that a unit keeps which reshards to fewer ranks. Not counted are sharded parameters,
+    gradients, and the buffer that a gather is copied out of: that is one unit more for a moment.
+
+    Args:
+        plan: what is sharded how; the modules run in the order of its `sequence`.
+        step: how the step differs from the plain one, such as `recomputed` by activation checkpointing.
+    """
+    step = step or Step()
+    traffic = plan.traffic()
+    schedule = Schedule(traffic, step.gathered)
+    sizes = {unit.path: unit.gathered_bytes() for unit in plan.units}
+
+    def held() -> int:
+        count = 0
+        for unit in schedule.units:
+            size = sizes[unit.traffic.paths[0]]
+            if unit.holders == "all" or unit.is_pending:
+                count += size
+            if unit.holders == "fewer":
+                count += size // int(unit.traffic.reshard)
+        return count
+
+    for event in events_of(traffic, plan.sequence, plan.registered, step):
+        schedule.play([event])
+        yield event, held()
+
+
+def peak_gathered_bytes(plan: Plan, step: Step | None = None) -> int:
+    """Return the most bytes that are gathered on a rank at a moment of a step; see `gathered_bytes`."""
+    return max((size for _, size in gathered_bytes(plan, step)), default=0)
+
+
+def padding_bytes(plan: Plan) -> int:
+    """Return the stored bytes of a rank that are padding, on average over the ranks, rounded down."""
+    count = 0
+    for unit in plan.units:
+        shard = unit.mesh.shard if unit.mesh else 1
+        whole = sum(p.local_numel * p.dtype.itemsize for p in unit.parameters)
+        count += (unit.sharded_bytes() * shard - whole) // shard
+    return count
+
+
+# -- a plan on a link ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What a plan costs on a link, in time and in memory.
+
+    - units: number of units.
+    - time: see `step_time`.
+    - peak_gathered_bytes, padding_bytes: on each rank; see the functions of these names.
+    """
+
+    units: int
+    time: StepTime
+    peak_gathered_bytes: int
+    padding_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return {
+            "units": self.units,
+            "collectives": self.time.calls,
+            "seconds": _parts(self.time.seconds),
+            "phases": {phase: _parts(seconds) for phase, seconds in self.time.phases},
+            "by_unit": {
+                unit.unit: {"collectives": unit.calls, **_parts(unit.seconds)} for unit in self.time.units
+            },
+            "latency_bound_units": [unit.unit for unit in self.time.latency_bound],
+            "peak_gathered_bytes": self.peak_gathered_bytes,
+            "padding_bytes": self.padding_bytes,
+        }
+
+
+def _parts(seconds: Seconds) -> dict[str, float]:
+    return {"total": seconds.total, "latency": seconds.latency, "transfer": seconds.transfer}
+
+
+def plan_cost(plan: Plan, link: Link) -> PlanCost:
+    """Return what `plan`'s plain step costs on `link`.
+
+    Raises:
+        AnnotationError: as `step_time`.
+    """
+    time = step_time(plan.collectives(), link)
+    return PlanCost(len(plan.units), time, peak_gathered_bytes(plan), padding_bytes(plan))
