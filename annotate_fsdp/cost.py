@@ -42,8 +42,8 @@ class Line:
     """One way to carry out one kind of collective, by number of ranks.
 
     Between two points the latency and the time per byte go straight from one to the other. Beyond the last
-    point (and below the first) the latency follows the line through the two nearest, since rings take one step
-    more for every rank, and the bandwidth is that of the nearest. A single point holds everywhere.
+    point (and below the first) the latency follows the line through the two nearest, since a ring takes one
+    step more for every rank, and the bandwidth is that of the nearest. A single point holds everywhere.
 
     - points: with rising numbers of ranks.
     - protocol: its name, for display.
@@ -180,7 +180,7 @@ LOOPBACK = Link(
     "loopback",
     tuple(Line(kind, (Point(2, 2e-4, 1e9),)) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
 )
-"""Gloo over one machine's own loopback: a placeholder, to be replaced by `fit_link` with samples of the machine.
+"""Gloo over a machine's own loopback: a placeholder until `fit_link` has samples of the machine at hand.
 
 Rounded medians of 2 ranks on a shared 2-core virtual machine, torch 2.13.0, 1 KiB to 4 MiB.
 """
@@ -268,7 +268,7 @@ class UnitTime:
 
     @property
     def is_latency_bound(self) -> bool:
-        """Whether waiting takes longer than moving bytes: another unit's parameters would go along cheaply."""
+        """Whether waiting takes longer than moving bytes, so that more bytes would cost little."""
         return self.seconds.latency > self.seconds.transfer
 
 

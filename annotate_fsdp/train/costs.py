@@ -30,7 +30,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class LoweringCost:
-    """A lowering of a model, what it costs, and the lowering before it that makes the same plan, if one does."""
+    """A lowering of a model and what it costs; `same_as` names the lowering that makes the same plan, if any."""
 
     lowering: str
     plan: Plan
@@ -74,7 +74,7 @@ def costs_to_dict(link: Link, costs: list[LoweringCost]) -> dict[str, Any]:
 
 
 def render_costs(link: Link, costs: list[LoweringCost]) -> str:
-    """Return a table of the lowerings, and for each plan its latency-bound units, at most 100 columns wide."""
+    """Return a table of the lowerings, and each plan's latency-bound units, at most 100 columns wide."""
     lines = [
         f"communication of one step on {link.name} if nothing overlaps (an upper bound), in ms; per rank,",
         "padding in storage and most bytes gathered at once",
