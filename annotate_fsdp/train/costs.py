@@ -30,7 +30,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class LoweringCost:
-    """A lowering of a model and what it costs; `same_as` names the lowering that makes the same plan, if any."""
+    """A lowering of a model and what it costs; `same_as` is the lowering with the same plan, if any."""
 
     lowering: str
     plan: Plan
