@@ -580,8 +580,8 @@ def test_a_model_sharded_by_hand_is_counted_alike(ranks: Pool) -> None:
 # -- time on real ranks ----------------------------------------------------------------------------
 
 #: Dimension, blocks: many small collectives, some middling ones, a few large ones.
-CONFIGURATIONS = {"small": (16, 4), "middling": (160, 3), "large": (384, 2)}
-CALIBRATED = [2**power for power in range(9, 24, 2)]
+CONFIGURATIONS = {"small": (16, 4), "middling": (160, 3), "large": (320, 2)}
+CALIBRATED = [2**power for power in range(10, 23, 2)]
 ROUNDS, PARTS = 50, 5
 
 
@@ -615,7 +615,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def calibrate_and_measure() -> tuple[list[list[Sample]], dict[str, list[list[list[float]]]]]:
-    """In each of `PARTS` parts: samples to fit, and the times of every configuration's calls, taken in turn."""
+    """In each of `PARTS` parts: samples to fit, and times of every configuration's calls, in turn."""
     single = [
         (kind, size, runner(Collective(kind, "", "forward", float32, size // 4, 2)))
         for kind in ("all_gather", "reduce_scatter")
