@@ -580,7 +580,7 @@ def test_a_model_sharded_by_hand_is_counted_alike(ranks: Pool) -> None:
 # -- time on real ranks ----------------------------------------------------------------------------
 
 #: Dimension, blocks: many small collectives, some middling ones, a few large ones.
-CONFIGURATIONS = {"small": (16, 4), "middling": (160, 3), "large": (320, 2)}
+CONFIGURATIONS = {"small": (16, 2), "middling": (160, 3), "large": (320, 2)}
 CALIBRATED = [2**power for power in range(10, 23, 2)]
 ROUNDS, PARTS = 50, 5
 
