@@ -346,6 +346,7 @@ def gathered_bytes(plan: Plan, step: Step | None = None) -> Iterator[tuple[Event
     step = step or Step()
     traffic = plan.traffic()
     schedule = Schedule(traffic, step.gathered)
+    sequence = plan.sequence or tuple(path for unit in plan.units for path in unit.paths)
     sizes = {unit.path: unit.gathered_bytes() for unit in plan.units}
 
     def held() -> int:
@@ -358,7 +359,7 @@ def gathered_bytes(plan: Plan, step: Step | None = None) -> Iterator[tuple[Event
                 count += size // int(unit.traffic.reshard)
         return count
 
-    for event in events_of(traffic, plan.sequence, plan.registered, step):
+    for event in events_of(traffic, sequence, plan.registered, step):
         schedule.play([event])
         yield event, held()
 
