@@ -249,7 +249,7 @@ def test_link_says_what_each_lowering_costs(tmp_path: Path, capsys: pytest.Captu
     report, _, costs = out.partition("\n\ncommunication of one step")
     assert report.endswith("findings: none")
     assert f"communication of one step{costs}".startswith(COSTS)
-    # Two units in a root without parameters: 6 collectives of 30 us. A gathered one has 8 padded rows of 4 + 1
+    # Two units in a root without parameters: 6 collectives of 30 us. A gathered one has 8 padded rows of 5
     # elements in bf16, the other one lies beside it ahead of its turn; half of what is stored is padding.
     assert "unit          3      6       0.18       0.06       0.18      2       20 B      160 B" in out
     assert "auto: the same plan as unit\n" in out
