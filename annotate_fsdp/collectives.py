@@ -117,6 +117,8 @@ class Step:
       a module, as far as the order of registration says so, that is known without being named here.
     - recomputed: modules that activation checkpointing runs again in backward.
     - gathered: modules whose unit is gathered when the step begins, as the root is after an evaluation.
+    - evaluated: whether an evaluation came right before. What it ran last is then gathered once more, ahead
+      of what this step runs first, by which FSDP2 believes it was preceded.
     - synchronizes: False for a microbatch under `set_requires_gradient_sync(False)`.
     - backward: False for an evaluation under `torch.no_grad()`.
     - order: modules in the order in which their forwards end, if that is not `Plan.sequence`. A module that
@@ -128,6 +130,7 @@ class Step:
     without_input_gradient: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+    evaluated: bool = False
     synchronizes: bool = True
     backward: bool = True
     order: tuple[str, ...] | None = None

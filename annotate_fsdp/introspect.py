@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
-from annotate_fsdp.schedule import Switches
+from annotate_fsdp.traffic import Switches
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -208,6 +208,22 @@ def is_gathered(module: nn.Module) -> bool:
     """Whether the unit of a sharded module holds its whole parameters now."""
     groups = fsdp_state(module)._fsdp_param_groups
     return bool(groups) and all(group.is_unsharded for group in groups)
+
+
+def forwards_before(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Return which units ran since the last backward, in order, and at which of these places each did.
+
+    Args:
+        modules: the path and the first module of each unit.
+    """
+    groups = [(path, group) for path, module in modules for group in fsdp_state(module)._fsdp_param_groups]
+    names = {id(group): path for path, group in groups}
+    # absent before the first forward
+    order = getattr(groups[0][1].comm_ctx, "post_forward_order", ()) if groups else ()
+    indices = ((path, tuple(group._post_forward_indices)) for path, group in groups)
+    return tuple(names.get(id(group), "?") for group in order), tuple(pair for pair in indices if pair[1])
 
 
 def unreduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

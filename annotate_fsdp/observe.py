@@ -15,8 +15,10 @@ from torch import nn
 
 from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.collectives import Collective, Collectives, Phase
+from annotate_fsdp.events import Event
 from annotate_fsdp.introspect import (
     applied_plan,
+    forwards_before,
     fsdp_state,
     is_gathered,
     plan_of,
@@ -29,7 +31,8 @@ from annotate_fsdp.introspect import (
 from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Plan, Unit
 from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
-from annotate_fsdp.schedule import Event, Schedule, Switches
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Switches
 from annotate_fsdp.verdict import Seen, compare_collectives, compare_with_plan, notes_on, summarize
 
 
@@ -81,7 +84,7 @@ class _Recorder:
         self.events: list[Event] = []
         self.running: list[tuple[str, int]] = []  # path and number of the runs that are going on
         self.runs = 0
-        self.before_step: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # gathered, unreduced
+        self.beginning = Beginning()
         self.switches: dict[str, Switches] = {}
         self.has_queued_end = False
         self.tensor_hooks: list[Any] = []
@@ -210,31 +213,26 @@ class _Recorder:
         names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
         modules = list(self._sharded_modules())
         found = (names.get((id(owner), name)) for _, m in modules for owner, name in unreduced_of(m))
-        self.before_step = (
+        self.beginning = Beginning(
             tuple(path for path, module in modules if is_gathered(module)),
             tuple(path for path in found if path is not None),
+            *forwards_before(modules),
         )
         self.switches = {path: switches_of(module) for path, module in modules}
 
     def _note_enter(self, path: str, inputs: object) -> None:
-        if in_backward():
-            self.events.append(Event("enter", path))
-            return
         run, self.runs = self.runs, self.runs + 1
         self.running.append((path, run))
         tracked = list(_tracked(inputs))
-        self.events.append(Event("enter", path, run, bool(tracked)))
+        self.events.append(Event("enter", path, run, bool(tracked), in_backward()))
         self._on_gradient(tracked, Event("input", path, run))
 
     def _note_leave(self, path: str, output: object) -> None:
-        if in_backward():
-            self.events.append(Event("leave", path))
-            return
-        while self.running:  # those that an exception ended are passed over
+        while self.running:  # those that an exception ended, as recomputation ends, are passed over
             name, run = self.running.pop()
             if name == path:
                 tracked = list(_tracked(output))
-                self.events.append(Event("leave", path, run, bool(tracked)))
+                self.events.append(Event("leave", path, run, bool(tracked), in_backward()))
                 self._on_gradient(tracked, Event("output", path, run))
                 return
 
@@ -318,8 +316,7 @@ class _Recorder:
     def judge(self) -> Verdict:
         """Compare what was seen so far with the plan."""
         units = list(_watched_units(self.plan, self.actual))
-        gathered, unreduced = self.before_step
-        schedule = Schedule(self.plan.traffic(self.actual.mesh), gathered, unreduced, self.switches)
+        schedule = Schedule(self.plan.traffic(self.actual.mesh), self.beginning, self.switches)
         planned, real = schedule.play(self.events), Collectives(tuple(self.calls))
         notes = list(notes_on(self.seen, self.has_backward))
         if any(map(_is_compiled, self.tree.nodes)):

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from annotate_fsdp.collectives import Collectives, Step
-from annotate_fsdp.schedule import Event, Member, Schedule, Switches, Traffic, events_of, outermost_first
+from annotate_fsdp.events import Event, events_of, outermost_first
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning, Member, Switches, Traffic
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,11 @@ class Plan:
         traffic = self.traffic()
         events = events_of(traffic, self._sequence, self.registered, step)
         switches = {} if step.synchronizes else {unit.path: Switches(reduces=False) for unit in self.units}
-        return Schedule(traffic, step.gathered, switches=switches).play(events)
+        schedule = Schedule(traffic, Beginning(step.gathered), switches)
+        if step.evaluated:
+            evaluation = replace(step, backward=False)
+            schedule.evaluate(events_of(traffic, self._sequence, self.registered, evaluation), step.gathered)
+        return schedule.play(events)
 
     def traffic(self, mesh: MeshSpec | None = None) -> list[Traffic]:
         """Return what its units send, on `mesh` if they were planned without one; outer units first."""

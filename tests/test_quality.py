@@ -26,6 +26,8 @@ ORDER = [
     "policies",
     "collect",
     "collectives",
+    "traffic",
+    "events",
     "schedule",
     "plan",
     "planner",
