@@ -9,8 +9,10 @@ from typing import Any
 
 from annotate_fsdp.collectives import Collective, Collectives, Kind, Phase, Step
 from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.events import Event, events_of
 from annotate_fsdp.plan import Plan
-from annotate_fsdp.schedule import Event, Schedule, events_of
+from annotate_fsdp.schedule import Schedule
+from annotate_fsdp.traffic import Beginning
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
@@ -330,8 +332,8 @@ def _call_time(call: Collective, link: Link, known: dict[tuple[Kind, int, int], 
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def gathered_bytes(plan: Plan, step: Step | None = None) -> Iterator[tuple[Event, int]]:
-    """Yield each event of a step with the bytes that are gathered on a rank right after it.
+def gathered_bytes(plan: Plan, step: Step | None = None) -> list[tuple[Event, int]]:
+    """Return each event of a step that may gather something, and the bytes gathered on a rank after it.
 
     Counted are, padding included and in the dtype they compute in: the parameters of the units that are
     gathered (the root and what is not resharded stay so from their first use to their backward's end, what
@@ -345,23 +347,25 @@ def gathered_bytes(plan: Plan, step: Step | None = None) -> Iterator[tuple[Event
     """
     step = step or Step()
     traffic = plan.traffic()
-    schedule = Schedule(traffic, step.gathered)
     sequence = plan.sequence or tuple(path for unit in plan.units for path in unit.paths)
     sizes = {unit.path: unit.gathered_bytes() for unit in plan.units}
+    schedule = Schedule(traffic, Beginning(step.gathered))
+    if step.evaluated:
+        before = replace(step, backward=False)
+        schedule.evaluate(events_of(traffic, sequence, plan.registered, before), step.gathered)
+    units = [(unit, sizes[unit.traffic.paths[0]], int(unit.traffic.reshard)) for unit in schedule.units]
+    found: list[tuple[Event, int]] = []
 
-    def held() -> int:
-        count = 0
-        for unit in schedule.units:
-            size = sizes[unit.traffic.paths[0]]
-            if unit.holders == "all" or unit.is_pending:
-                count += size
-            if unit.holders == "fewer":
-                count += size // int(unit.traffic.reshard)
-        return count
+    def watched() -> Iterator[Event]:
+        for event in events_of(traffic, sequence, plan.registered, step):
+            yield event  # the schedule takes the next one when it is done with this one
+            if event.kind in ("enter", "output"):
+                held = sum(size for unit, size, _ in units if unit.holders == "all" or unit.is_pending)
+                kept = sum(size // ranks for unit, size, ranks in units if unit.holders == "fewer")
+                found.append((event, held + kept))
 
-    for event in events_of(traffic, sequence, plan.registered, step):
-        schedule.play([event])
-        yield event, held()
+    schedule.play(watched())
+    return found
 
 
 def peak_gathered_bytes(plan: Plan, step: Step | None = None) -> int:
