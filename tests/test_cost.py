@@ -586,7 +586,7 @@ def test_a_model_sharded_by_hand_is_counted_alike(ranks: Pool) -> None:
 #: Dimension, blocks: many small collectives, some middling ones, a few large ones.
 CONFIGURATIONS = {"small": (16, 2), "middling": (160, 3), "large": (320, 2)}
 CALIBRATED = [2**power for power in range(10, 23, 2)]
-ROUNDS, PARTS = 50, 5
+ROUNDS = 50
 
 
 class Wide(nn.Module):
@@ -618,8 +618,8 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def calibrate_and_measure() -> tuple[list[list[Sample]], dict[str, list[list[list[float]]]]]:
-    """In each of `PARTS` parts: samples to fit, and times of every configuration's calls, in turn.
+def calibrate_and_measure() -> tuple[list[Sample], dict[str, list[list[float]]]]:
+    """Samples to fit, and the times of every configuration's calls in each round.
 
     After each call of a configuration comes one to calibrate with, so that both meet the same noise.
     """
@@ -631,22 +631,18 @@ def calibrate_and_measure() -> tuple[list[list[Sample]], dict[str, list[list[lis
         ]
     )
     plans = {name: [runner(call) for call in configured(name)] for name in CONFIGURATIONS}
-    samples: list[list[Sample]] = []
-    times: dict[str, list[list[list[float]]]] = {name: [] for name in plans}
-    for part in range(-1, PARTS):
-        found: list[Sample] = []
-        rounds: dict[str, list[list[float]]] = {name: [] for name in plans}
-        for _ in range(ROUNDS // PARTS if part >= 0 else 1):  # the first time is to warm up
-            for name, runs in plans.items():
-                rounds[name].append([])
-                for run in runs:
-                    rounds[name][-1].append(timed(run))
-                    kind, size, calibrate = next(single)
-                    found.append(Sample(kind, size, 2, timed(calibrate)))  # type: ignore[arg-type]  # a kind
-        if part >= 0:
-            samples.append(found)
-            for name in plans:
-                times[name].append(rounds[name])
+    samples: list[Sample] = []
+    times: dict[str, list[list[float]]] = {name: [] for name in plans}
+    for index in range(ROUNDS + 1):
+        if index == 1:  # the first round was to warm up
+            samples.clear()
+            times = {name: [] for name in plans}
+        for name, runs in plans.items():
+            times[name].append([])
+            for run in runs:
+                times[name][-1].append(timed(run))
+                kind, size, calibrate = next(single)
+                samples.append(Sample(kind, size, 2, timed(calibrate)))  # type: ignore[arg-type]  # a kind
     return samples, times
 
 
@@ -658,15 +654,9 @@ def usual(rounds: list[list[float]]) -> float:
 @pytest.mark.slow
 def test_a_fitted_link_predicts_plans_that_it_has_not_seen(ranks: Pool) -> None:
     samples, times = ranks.run(calibrate_and_measure, timeout=300)[0]
-    links = [fit_link(part, "here") for part in samples]
-    predicted = {name: [step_time(configured(name), link).seconds.total for link in links] for name in times}
-    measured = {name: [usual(rounds) for rounds in parts] for name, parts in times.items()}
-    ratios = {
-        name: median(p / m for p, m in zip(predicted[name], measured[name], strict=True)) for name in times
-    }
+    link = fit_link(samples, "here")
+    predicted = {name: step_time(configured(name), link).seconds.total for name in times}
+    measured = {name: usual(rounds) for name, rounds in times.items()}
+    ratios = {name: predicted[name] / measured[name] for name in times}
     assert all(0.7 <= ratio <= 1.3 for ratio in ratios.values()), ratios
-
-    def order(seconds: dict[str, list[float]]) -> list[str]:
-        return sorted(seconds, key=lambda name: median(seconds[name]))
-
-    assert order(predicted) == order(measured)
+    assert sorted(times, key=predicted.__getitem__) == sorted(times, key=measured.__getitem__)
