@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
-from annotate_fsdp.collect import Tree, is_on_mesh
+from annotate_fsdp.boundary import Boundary
+from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
@@ -23,6 +32,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
     """
     modules = {node.path: node.module for node in tree.nodes}
     parameters = {held.path: held.parameter for held in tree.held}
+    places = {held.path: _place(tree, held) for held in tree.held}
     meshes = _mesh_arguments(mesh, dp_mesh_dims)
     done: list[str] = []
     for unit in plan.units:
@@ -32,7 +42,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         try:
             fully_shard(
                 targets if len(targets) > 1 else targets[0],
-                mp_policy=unit.policy,
+                mp_policy=_policy(unit, parameters),
                 offload_policy=unit.offload_policy,
                 reshard_after_forward=unit.reshard_after_forward,
                 ignored_params={parameters[path] for path in unit.excluded} or None,
@@ -41,10 +51,67 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         except Exception as error:
             raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
+        for cast in unit.casts:
+            Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
+    if any(plan.prefetch):
+        set_prefetch(tree, plan)
     for unit in plan.units:
         if unit.lowering != "kept":
             for path, method in unit.forward_methods:
                 register_fsdp_forward_method(modules[path], method)
+
+
+def set_prefetch(tree: Tree, plan: Plan) -> None:
+    """Let each unit of a sharded model gather the next ones, `plan.prefetch` of them in each direction.
+
+    Units run in registration order: a unit is entered before those inside it and left after them, and a unit
+    of several modules is entered with its first and left with its last.
+    """
+    nodes = {node.path: node for node in tree.nodes}
+    first = {unit.paths: min(nodes[path].index for path in unit.paths) for unit in plan.units}
+    last = {unit.paths: max(nodes[path].finished for path in unit.paths) for unit in plan.units}
+    forward = sorted(plan.units, key=lambda unit: first[unit.paths])
+    backward = sorted(plan.units, key=lambda unit: last[unit.paths], reverse=True)
+    directions = zip(
+        plan.prefetch,
+        (forward, backward),
+        (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch),
+        strict=True,
+    )
+    for depth, order, set_modules in directions:
+        ahead: list[FSDPModule] = []  # of the unit at hand: those that come next, nearest first
+        for unit in reversed(order):
+            module = _fsdp_module(nodes[unit.path])
+            if ahead:
+                set_modules(module, ahead)
+            if unit.members:
+                ahead = [module, *ahead][:depth]
+
+
+def _fsdp_module(node: Node) -> FSDPModule:
+    """The module of a wrapper chain that is sharded."""
+    module = node.module if isinstance(node.module, FSDPModule) else node.inner
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _place(tree: Tree, held: Held) -> tuple[nn.Module, str]:
+    """Where a parameter is found, also after it was replaced."""
+    owner = tree.nodes[held.owners[0]].inner
+    return owner, next(name for name, value in owner._parameters.items() if value is held.parameter)
+
+
+def _policy(unit: Unit, parameters: dict[str, nn.Parameter]) -> MixedPrecisionPolicy:
+    """The unit's policy, with the dtypes of the members that compute in another one."""
+    if not unit.param_dtypes:
+        return unit.policy
+    dtypes = {id(parameters[path]): dtype for path, dtype in unit.param_dtypes}
+
+    def own_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+        return dtypes.get(id(parameter))
+
+    # a field that only torch >= 2.15 has; the plan names no such dtypes on older ones
+    return replace(unit.policy, param_dtype_override_fn=own_dtype)  # type: ignore[call-arg, unused-ignore]
 
 
 def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:

@@ -98,7 +98,8 @@ def audit(
 
     Before sharding the report is a prediction and needs neither process group nor data: `meta` will do.
     After sharding it reads FSDP2's own state and holds it against the plan that was applied, or, for a
-    model that was sharded by hand, against the plan of its marks with these options.
+    model that was sharded by hand, against the plan of its marks with these options, each mark a unit of
+    its own unless `lowering` says otherwise.
 
     Args:
         model: carries marks; on a device or on `meta`, sharded or not.
@@ -116,6 +117,8 @@ def audit(
     )
     actual = plan_of(model) if is_sharded else None
     applied = applied_plan(model) if is_sharded else None
+    if is_sharded and applied is None:
+        options.setdefault("lowering", "unit")
     prepared = prepare(model, mesh, world_size, options, read_only=is_sharded)
     plan = applied or prepared.plan
     findings = list(_still_true(prepared, applied))

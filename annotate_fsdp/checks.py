@@ -153,8 +153,9 @@ def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
     for unit in facts.planned:
         first: dict[torch.dtype, str] = {}
         count: dict[torch.dtype, int] = {}
+        apart = dict(unit.param_dtypes)  # may become a unit of their own
         for parameter in unit.parameters:
-            if parameter.trainable:
+            if parameter.trainable and parameter.path not in apart:
                 first.setdefault(parameter.dtype, parameter.path)
                 count[parameter.dtype] = count.get(parameter.dtype, 0) + 1
         if len(first) > 1:
@@ -365,11 +366,9 @@ def _why_not(data: DTensor, mesh: DeviceMesh, dims: DataParallelMeshDims | None)
 def check_stored_below_compute(facts: Facts) -> Iterator[Finding]:
     """AF501: weights stored in less than they compute in lose updates smaller than their spacing."""
     for unit in facts.plan.units:
-        compute = unit.policy.param_dtype
-        if compute is None:
-            continue
-        low = [p for p in unit.parameters if p.trainable and _is_lower(p.dtype, compute)]
+        low = [p for p in unit.parameters if p.trainable and _is_lower(p.dtype, unit.compute_dtype(p))]
         if low:
+            compute = unit.compute_dtype(low[0])
             more = f" and {len(low) - 1} more" if len(low) > 1 else ""
             yield Finding(
                 "AF501",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, OffloadPolicy
@@ -19,10 +21,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import Shard
 
+from annotate_fsdp.boundary import boundary_of
 from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
-from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units
+from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, order_units
 from annotate_fsdp.policies import with_reduce_dtype
 from annotate_fsdp.traffic import Switches
 
@@ -49,7 +52,7 @@ def plan_of(model: nn.Module) -> Plan:
     paths = {path for unit in units for path in unit.paths}
     finished = sorted(tree.nodes, key=lambda node: node.finished)
     sequence = tuple(node.path for node in finished if node.path in paths)
-    return Plan(units, mesh, rest, sequence, tuple(held.path for held in tree.held))
+    return Plan(units, mesh, rest, sequence, registered=tuple(held.path for held in tree.held))
 
 
 def read_units(tree: Tree) -> tuple[Unit, ...]:
@@ -63,6 +66,7 @@ def read_units(tree: Tree) -> tuple[Unit, ...]:
             nodes_of.setdefault(id(state), []).append(node)
     held_by_id = {id(held.parameter): held for held in tree.held}
     units = [_read_unit(states[key], nodes, held_by_id) for key, nodes in nodes_of.items()]
+    units = _with_casts(units, tree, held_by_id)
     finished = {node.path: node.finished for node in tree.nodes}
     parents = {node.path: [tree.nodes[p].path for p in node.parents] for node in tree.nodes}
     return order_units(units, finished, parents)
@@ -261,9 +265,26 @@ def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Un
         offload_policy=groups[0].offload_policy if groups else OffloadPolicy(),
         class_names=tuple(node.class_name for node in nodes),
         provenance="read back",
+        param_dtypes=_read_param_dtypes(state, groups, held_by_id),
         parameters=parameters,
         forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),
     )
+
+
+def _with_casts(units: list[Unit], tree: Tree, held_by_id: dict[int, Held]) -> list[Unit]:
+    """Add what our own hooks cast, each module's to the unit that gathers its parameters."""
+    casts: dict[str, list[Cast]] = {}
+    owner_of: dict[str, str] | None = None
+    for node in sorted(tree.nodes, key=lambda node: node.finished):
+        boundary = boundary_of(node.module)
+        if boundary is None:
+            continue
+        if owner_of is None:
+            owner_of = {member: unit.path for unit in units for member in unit.members}
+        held = held_by_id.get(id(boundary.owner._parameters[boundary.name]))
+        if held is not None and held.path in owner_of:
+            casts.setdefault(owner_of[held.path], []).append(replace(boundary.cast, path=node.path))
+    return [replace(unit, casts=tuple(casts.get(unit.path, ()))) for unit in units] if casts else units
 
 
 def _read_parameters(groups: list[Any], held_by_id: dict[int, Held]) -> Iterator[ParamInfo]:
@@ -282,6 +303,22 @@ def _read_parameters(groups: list[Any], held_by_id: dict[int, Held]) -> Iterator
                 trainable=held.parameter.requires_grad,
                 aliases=tuple(held.aliases),
             )
+
+
+def _read_param_dtypes(
+    state: Any, groups: list[Any], held_by_id: dict[int, Held]
+) -> tuple[tuple[str, torch.dtype], ...]:
+    """Return (FQN, dtype) of the parameters whose compute dtype is not the policy's."""
+    found = {}
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            own = fsdp_param.mp_policy.param_dtype
+            info = fsdp_param._module_info
+            held = held_by_id.get(id(info.module._parameters[info.param_name]))
+            if held is not None and own != state._mp_policy.param_dtype:
+                found[held.path] = own
+    order = {held.path: position for position, held in enumerate(held_by_id.values())}
+    return tuple(sorted(found.items(), key=lambda item: order[item[0]]))
 
 
 def _read_reshard(state: Any, groups: list[Any], is_root: bool) -> bool | int:

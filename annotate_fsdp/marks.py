@@ -35,6 +35,7 @@ class UnitOptions(TypedDict, total=False):
     reshard_after_forward: Reshard | None
     offload_policy: OffloadPolicy | None
     group: str | None
+    param_dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class UnitSpec:
       of one container. None takes the nearest enclosing tagged unit's, else the caller's.
     - offload_policy: as in `fully_shard`; None takes the caller's.
     - group: tagged modules of one group name under one enclosing unit share a unit.
+    - param_dtypes: compute dtype of single parameters that the module holds directly, by name, where it is
+      not the policy's (`{"A_log": torch.float32}`); kept as sorted pairs.
 
     Raises:
         AnnotationError: an option holds a value that no model could give a meaning.
@@ -65,14 +68,28 @@ class UnitSpec:
     reshard_after_forward: Reshard | None = None
     offload_policy: OffloadPolicy | None = None
     group: str | None = None
+    param_dtypes: Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.param_dtypes, Mapping):
+            object.__setattr__(self, "param_dtypes", tuple(sorted(self.param_dtypes.items(), key=str)))
         findings = [
             Finding("AF101", "error", "fsdp_unit", f"fsdp_unit({name}={value!r})", wrong, write)
             for name, value, wrong, write in _impossible_options(self)
         ]
         if findings:
             raise AnnotationError(findings)
+
+    @property
+    def own_dtypes(self) -> tuple[tuple[str, torch.dtype], ...]:
+        """`param_dtypes` as pairs."""
+        return self.param_dtypes if isinstance(self.param_dtypes, tuple) else tuple(self.param_dtypes.items())
+
+    @property
+    def names_precision(self) -> bool:
+        """Whether it says anything about dtypes, and not only what is gathered and freed at once."""
+        said = (self.policy, self.casts_itself, self.reduce_dtype, self.output_dtype)
+        return said != ("inherit", False, None, "enclosing")
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,14 @@ def _impossible_options(spec: UnitSpec) -> Iterator[tuple[str, object, str, str]
         yield "offload_policy", spec.offload_policy, "it is no OffloadPolicy", "Write CPUOffloadPolicy()"
     if spec.group is not None and (not isinstance(spec.group, str) or not spec.group):
         yield "group", spec.group, "a group is a non-empty name", 'Write group="norms"'
+    pairs = spec.param_dtypes
+    if not isinstance(pairs, tuple) or not all(isinstance(n, str) and is_float_dtype(d) for n, d in pairs):
+        yield (
+            "param_dtypes",
+            dict(pairs) if isinstance(pairs, tuple) else pairs,
+            "it is no dict of parameter names to floating-point dtypes",
+            'Write param_dtypes={"A_log": torch.float32}',
+        )
     if isinstance(policy, MixedPrecisionPolicy):
         for name in ("casts_itself", "reduce_dtype", "output_dtype"):
             if getattr(spec, name) != UnitSpec.__dataclass_fields__[name].default:

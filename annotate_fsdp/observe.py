@@ -29,7 +29,7 @@ from annotate_fsdp.introspect import (
     watch_entries,
 )
 from annotate_fsdp.observation import Observation, Verdict
-from annotate_fsdp.plan import Plan, Unit
+from annotate_fsdp.plan import Island, Plan, Unit
 from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
 from annotate_fsdp.schedule import Schedule
 from annotate_fsdp.traffic import Beginning, Switches
@@ -98,9 +98,15 @@ class _Recorder:
         """Yield every module that is a unit, in the plan or in FSDP2's state, in application order."""
         planned = {path: unit for unit in self.plan.units for path in unit.paths}
         actual = {path: unit for unit in self.actual.units for path in unit.paths}
-        for path in {**planned, **actual}:
+        islands = {island.path: (island, unit) for unit in self.plan.units for island in unit.islands}
+        owners = {member: unit for unit in self.actual.units for member in unit.members}
+        for path in {**planned, **actual, **islands}:
             class_name = self.nodes[path].class_name if path in self.nodes else "a module that is not there"
-            yield Seen(path, class_name, planned.get(path), actual.get(path))
+            island, unit = islands.get(path, (None, planned.get(path)))
+            held = actual.get(path)
+            if held is None and island is not None and island.lowering == "fold":
+                held = owners.get(island.members[0])
+            yield Seen(path, class_name, unit, held, island)
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -109,7 +115,7 @@ class _Recorder:
         stack.callback(self._remove_tensor_hooks)
         for seen in self.seen:
             if seen.path in self.nodes:
-                members = [path for unit in (seen.planned, seen.actual) if unit for path in unit.members]
+                members = _members_inside(seen)
                 held = [holder for path in dict.fromkeys(members) for holder in self.holders.get(path, ())]
                 self._watch(self.nodes[seen.path], seen, held, stack)
         for path, module in self._sharded_modules():
@@ -381,6 +387,19 @@ def _watched_units(plan: Plan, actual: Plan) -> Iterator[Unit]:
     planned = {path for unit in plan.units for path in unit.paths}
     yield from plan.units
     yield from (unit for unit in actual.units if not planned.issuperset(unit.paths))
+
+
+def _members_inside(seen: Seen) -> list[str]:
+    """FQNs of the parameters that its forward needs gathered."""
+    if seen.island is not None:
+        return list(seen.island.members)
+    folded = {path for island in _folded(seen.planned) for path in island.members}
+    units = [unit for unit in (seen.planned, seen.actual) if unit]
+    return [path for unit in units for path in unit.members if path not in folded]
+
+
+def _folded(unit: Unit | None) -> Iterator[Island]:
+    return (island for island in (unit.islands if unit else ()) if island.lowering == "fold")
 
 
 def _only_for(module: nn.Module) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -81,12 +81,14 @@ class Cast:
     - path: FQN of the module.
     - inputs, outputs: dtype that floating tensors are cast to, None to leave them.
     - is_folded: the module is no FSDP module; called outside of its unit's forward it is an error.
+    - parameter: FQN of one of its parameters, by which one sees whether they are gathered.
     """
 
     path: str
     inputs: torch.dtype | None
     outputs: torch.dtype | None
     is_folded: bool = False
+    parameter: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         words = [f"in {dtype_name(self.inputs)}"] if self.inputs else []
@@ -103,7 +105,7 @@ class Island:
     - why: the reason.
     - policy: what its own unit would be sharded with.
     - members: FQNs of its parameters.
-    - gathered_bytes: bytes of one gathered copy.
+    - whole_bytes: bytes of its parameters in the compute dtype, without padding.
     """
 
     path: str
@@ -113,7 +115,7 @@ class Island:
     why: str
     policy: MixedPrecisionPolicy
     members: tuple[str, ...]
-    gathered_bytes: int
+    whole_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data."""
@@ -125,7 +127,7 @@ class Island:
             "why": self.why,
             "policy": policy_to_dict(self.policy),
             "members": list(self.members),
-            "gathered_bytes": self.gathered_bytes,
+            "whole_bytes": self.whole_bytes,
         }
 
 
@@ -248,6 +250,10 @@ class Unit:
         shard = self.mesh.shard if self.mesh else 1
         return sum(p.sharded_numel(shard) * shard * self.compute_dtype(p).itemsize for p in self.parameters)
 
+    def whole_bytes(self) -> int:
+        """Bytes of its parameters in the compute dtype, without the padding that depends on the mesh."""
+        return sum(p.local_numel * self.compute_dtype(p).itemsize for p in self.parameters)
+
     def collectives(self) -> Collectives:
         """Return those of one training step if it were alone and a gradient went through it.
 
@@ -328,6 +334,7 @@ class Plan:
     - ignored: FQNs of the parameters that FSDP leaves alone.
     - sequence: paths of all modules in the units, children before parents in registration order: the order
       in which their forwards end, as far as that can be known without running them.
+    - prefetch: how many units ahead each one gathers in forward and in backward; 0 leaves it to FSDP2.
     - registered: FQNs of all parameters in registration order.
     """
 
@@ -335,6 +342,7 @@ class Plan:
     mesh: MeshSpec | None = None
     ignored: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
+    prefetch: tuple[int, int] = (0, 0)
     registered: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
@@ -591,3 +599,12 @@ def offload_name(policy: OffloadPolicy) -> str:
     if isinstance(policy, CPUOffloadPolicy):
         return "cpu-pinned" if policy.pin_memory else "cpu"
     return "none"
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes with a binary unit: 16 KiB, 2.6 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1024 or unit == "TiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{f'{count:.1f}'.removesuffix('.0')} {unit}"

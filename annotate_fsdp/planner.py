@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from annotate_fsdp.collect import Held, Node, Tree, original_class
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec
+from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, did_you_mean
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
 from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
 
@@ -34,6 +34,21 @@ class PlanOptions:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     mesh: MeshSpec | None = None
     is_part: bool = False
+    prefetch: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a planned unit lies, and whether it may be carried out in another way than by itself.
+
+    - around: paths of the units nearest around it; more than one if it is shared; () for the root.
+    - stays: why it must keep a call of its own, "" if it need not.
+    - names_precision: whether its mark asks for a dtype or a cast.
+    """
+
+    around: tuple[tuple[str, ...], ...]
+    stays: str
+    names_precision: bool
 
 
 @dataclass(eq=False)
@@ -63,6 +78,7 @@ class Planner:
         self.parents_first = sorted(tree.nodes, key=lambda node: node.finished, reverse=True)
         self.ignored = self._ignored_parameters()
         self.drafts: list[_Draft] = []
+        self._resolved: dict[tuple[int, torch.dtype | None, bool], tuple[UnitSpec, MixedPrecisionPolicy]] = {}
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
         self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
@@ -85,9 +101,46 @@ class Planner:
         sequence = [path for unit in units for path in unit.paths]
         sequence.sort(key=paths.__getitem__)
         registered = tuple(held.path for held in self.tree.held)
-        return Plan(
-            order_units(units, paths, parents), self.options.mesh, ignored, tuple(sequence), registered
-        )
+        ordered = order_units(units, paths, parents)
+        return Plan(ordered, self.options.mesh, ignored, tuple(sequence), self.options.prefetch, registered)
+
+    def sites(self) -> dict[tuple[str, ...], Site]:
+        """Return where each unit of the plan lies, by its paths; to be called after `plan`."""
+        paths = {id(draft): self._paths(draft) for draft in self.drafts}
+        sites = {}
+        for draft in self.drafts:
+            around = {id(outer): paths[id(outer)] for node in draft.nodes for outer in self.around[node]}
+            is_precise = any(spec is not None and spec.names_precision for spec in draft.specs)
+            sites[paths[id(draft)]] = Site(tuple(around.values()), self._why_it_stays(draft), is_precise)
+        return sites
+
+    def _why_it_stays(self, draft: _Draft) -> str:
+        """Why a unit cannot be grouped or folded whatever the others are; "" if it can."""
+        spec = draft.specs[0]
+        node = self.tree.nodes[draft.nodes[0]]
+        if draft.kept is not None:
+            return "sharded before"
+        if draft.is_tie or any(len(held.owners) > 1 for held in draft.members):
+            return "it holds a tied weight"
+        if spec is None or len(draft.nodes) > 1:
+            return draft.why or draft.provenance
+        if draft.nodes == [0]:
+            return "the root"
+        if not spec.names_precision:
+            return "its mark names no precision, only what is gathered and freed at once"
+        if spec.reshard_after_forward not in (None, False):
+            return f"its mark says reshard_after_forward={spec.reshard_after_forward!r}"
+        if spec.param_dtypes:
+            return "its mark lists param_dtypes"
+        if node.entry_points:
+            return "it has @fsdp_forward methods"
+        if getattr(draft.policy, "param_dtype_override_fn", None) is not None:
+            return "its policy has a param_dtype_override_fn"
+        if not draft.members:
+            return "it has nothing to gather"
+        if any(isinstance(held.parameter.data, DTensor) for held in draft.members) and not self.is_sharded:
+            return "its parameters are DTensors"
+        return ""
 
     # -- which modules are units -------------------------------------------------------------------
 
@@ -409,14 +462,20 @@ class Planner:
                     self._disagree(path, _dtypes(outer[0]), where, _dtypes(policy), "compute and reduce")
             return replace(outer[0], output_dtype=None, cast_forward_inputs=False)
         spec = spec or UnitSpec()
+        enclosing = self._enclosing_dtype(node, spec)
+        key = (id(spec), enclosing, is_root)
+        if (known := self._resolved.get(key)) is not None and known[0] is spec:
+            return known[1]
         try:
-            return resolve_policy(
+            policy = resolve_policy(
                 spec,
                 base=self.options.mp_policy,
-                enclosing_dtype=self._enclosing_dtype(node, spec),
+                enclosing_dtype=enclosing,
                 policies=self.options.policies,
                 is_root=is_root,
             )
+            self._resolved[key] = (spec, policy)  # a class's mark is resolved once for all its instances
+            return policy
         except PolicyProblem as problem:
             declared = f"policy={_policy_text(spec.policy)} ({self.draft_of[node].provenance})"
             self.findings.append(Finding("AF108", "error", path, declared, problem.wrong, problem.write))
@@ -505,6 +564,37 @@ class Planner:
                 last[node.parents[0], original_class(node.inner)] = node.index
         return set(last.values())
 
+    def _param_dtypes(self, draft: _Draft) -> Iterator[tuple[str, torch.dtype]]:
+        """Yield (FQN, dtype) of the members that a mark gives a dtype other than the policy's."""
+        listed = {
+            (node, name): dtype
+            for node, spec in zip(draft.nodes, draft.specs, strict=True)
+            for name, dtype in (spec.own_dtypes if spec is not None else ())
+        }
+        if not listed:
+            return
+        mine = {id(held.parameter): held for held in draft.members}
+        found: dict[str, torch.dtype] = {}
+        for (node, name), dtype in listed.items():
+            parameter = self.tree.nodes[node].inner._parameters.get(name)
+            held = mine.get(id(parameter))
+            if held is None:
+                self._no_such_parameter(node, name, dtype, parameter is not None)
+            elif dtype != (getattr(draft.policy, "param_dtype", None) or held.parameter.dtype):
+                found[held.path] = dtype
+        yield from ((held.path, found[held.path]) for held in draft.members if held.path in found)
+
+    def _no_such_parameter(self, index: int, name: str, dtype: torch.dtype, is_other: bool) -> None:
+        node = self.tree.nodes[index]
+        names = sorted(key for key, value in node.inner._parameters.items() if value is not None)
+        wrong = (
+            "another unit owns it, or nobody" if is_other else "the module holds no parameter of that name"
+        )
+        write = f"{did_you_mean(name, names)}Write one of {', '.join(names)}" if names else "Take it away"
+        self.findings.append(
+            Finding("AF212", "error", node.path, f"param_dtypes={{{name!r}: {dtype}}}", wrong, write)
+        )
+
     # -- the result --------------------------------------------------------------------------------
 
     def _paths(self, draft: _Draft) -> tuple[str, ...]:
@@ -528,6 +618,7 @@ class Planner:
             reshard_after_forward=draft.reshard if has_members else False,
             mesh=self.options.mesh,
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
+            param_dtypes=tuple(self._param_dtypes(draft)),
             class_names=tuple(node.class_name for node in nodes),
             provenance=draft.provenance,
             why=draft.why,

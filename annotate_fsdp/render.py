@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.plan import Plan, Unit, dtype_name
+from annotate_fsdp.plan import Plan, Unit, dtype_name, human_bytes
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 _ANY_NUMBER = re.compile(r"\d+")
@@ -117,15 +117,6 @@ def render_findings(findings: Sequence[Finding]) -> str:
             printable(f"{alike[0]}{more}"), 100, initial_indent="  ", subsequent_indent="      "
         )
     return "\n".join(lines)
-
-
-def human_bytes(count: float) -> str:
-    """Return a number of bytes with a binary unit: 16.0 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def human_count(count: float) -> str:

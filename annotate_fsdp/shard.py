@@ -19,7 +19,15 @@ from annotate_fsdp.checks import Facts, run_checks
 from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.introspect import read_units
-from annotate_fsdp.lowering import check_lowering, lower_plan
+from annotate_fsdp.inversion import Inverter
+from annotate_fsdp.lowering import (
+    CAN_FOLD,
+    GROUP_BYTES,
+    MERGE_BELOW,
+    Surroundings,
+    check_lowering,
+    lower_plan,
+)
 from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard, UnitSpec, did_you_mean
 from annotate_fsdp.plan import MeshSpec, Plan
 from annotate_fsdp.planner import Planner, PlanOptions
@@ -39,7 +47,13 @@ class ShardOptions(TypedDict, total=False):
     - ignored_params: parameters that FSDP leaves alone; each unit gets those below it.
     - dp_mesh_dims: which axes of a larger mesh are data-parallel.
     - policies: names that marks may use, to a policy, dtype or callable.
-    - lowering: `"auto"` or `"unit"`; see `lowering.lower_plan`.
+    - lowering: `"auto"` (group what is small), `"group"`, `"fold"` (fold what may be folded, group what is
+      left; torch >= 2.15) or `"unit"` (each tagged module its own call); see `lowering.lower_plan`.
+    - merge_below: gathered bytes up to which a unit is small enough to be grouped or folded; 4 MiB.
+    - group_bytes: gathered bytes that one group holds at most; more makes further groups; 32 MiB.
+    - prefetch: (forward depth, backward depth): how many units ahead each unit gathers, in the order in which
+      the units run, nested ones included; 0 is what FSDP2 does by itself (none in forward beyond what its
+      streams overlap, one in backward). Each costs the memory of a gathered unit.
     - existing: `"error"`, or `"keep"` to leave units alone that are sharded already.
     - check_ranks: exchange the plan's fingerprint over the mesh before sharding.
     """
@@ -51,6 +65,9 @@ class ShardOptions(TypedDict, total=False):
     dp_mesh_dims: DataParallelMeshDims | None
     policies: Mapping[str, Policy] | None
     lowering: str
+    merge_below: int
+    group_bytes: int
+    prefetch: tuple[int, int]
     existing: Literal["error", "keep"]
     check_ranks: bool
 
@@ -219,11 +236,38 @@ def prepare(
             _forget_other_marks(tree, islands)
         kept = read_units(tree) if existing == "keep" else ()
         planner = Planner(tree, _plan_options(options, spec, is_part), kept)
-        plan = lower_plan(planner.plan(), "unit" if is_part else options.get("lowering", "auto"))
+        plan = planner.plan()
         facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
         checked = run_checks(facts, is_part=is_part)
         found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *checked]
+        if not any(finding.severity == "error" for finding in found):
+            plan, wrong_dtypes = _lowered(planner, plan, options, "unit" if is_part else None)
+            found += wrong_dtypes
     return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+
+
+def _lowered(
+    planner: Planner, plan: Plan, options: ShardOptions, always: str | None
+) -> tuple[Plan, list[Finding]]:
+    """Return how `plan` is carried out, under the lowering `always` if there is one, and what cannot be."""
+    lowering = always or options.get("lowering", "auto")
+    if lowering == "unit" and not any(unit.param_dtypes for unit in plan.units):
+        return plan, []
+    nodes = planner.tree.nodes
+    sites = planner.sites()
+    inverter = Inverter(planner.tree, sites, CAN_FOLD)
+    plan = inverter.plan(plan)
+    if inverter.findings:
+        return plan, inverter.findings
+    surroundings = Surroundings(
+        sites=sites,
+        finished={node.path: node.finished for node in nodes},
+        parents={node.path: [nodes[parent].path for parent in node.parents] for node in nodes},
+        registered={held.path: position for position, held in enumerate(planner.tree.held)},
+    )
+    merge_below = options.get("merge_below", MERGE_BELOW)
+    group_bytes = options.get("group_bytes", GROUP_BYTES)
+    return lower_plan(plan, surroundings, lowering, merge_below=merge_below, group_bytes=group_bytes), []
 
 
 def _forget_other_marks(tree: Tree, islands: Iterable[nn.Module]) -> None:
@@ -302,6 +346,7 @@ def _plan_options(options: ShardOptions, spec: MeshSpec | None, is_part: bool) -
         policies=dict(options.get("policies") or {}),
         mesh=spec,
         is_part=is_part,
+        prefetch=options.get("prefetch", (0, 0)),
     )
 
 
@@ -374,6 +419,17 @@ def _check_options(options: Mapping[str, Any], kind: type) -> list[tuple[str, Fi
         last = '"except_last"' if kind is ShardOptions else "None"
         write = f"Write True, False, a world size to reshard to, or {last}"
         wrong("reshard_after_forward", "it is no value that FSDP2 knows", write)
+    for name in ("merge_below", "group_bytes"):
+        size = options.get(name, 0)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            wrong(name, "it is no number of bytes", f"Write {name}=4 * 2**20, or 0 to group nothing")
+    depths = options.get("prefetch", (0, 0))
+    if not (isinstance(depths, tuple) and len(depths) == 2 and all(map(_is_depth, depths))):
+        wrong(
+            "prefetch",
+            "it is no pair of depths",
+            "Write prefetch=(1, 2): one unit in forward, two in backward",
+        )
     if options.get("existing", "error") not in ("error", "keep"):
         wrong("existing", "it has no meaning", 'Write existing="error" or existing="keep"')
     if not isinstance(options.get("check_ranks", True), bool):
@@ -388,6 +444,10 @@ def _check_options(options: Mapping[str, Any], kind: type) -> list[tuple[str, Fi
         found.append(("policies", Finding("AF108", "error", "", declared, problem.wrong, problem.write)))
     found += [("lowering", finding) for finding in check_lowering(options.get("lowering", "auto"))]
     return found
+
+
+def _is_depth(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _all_parameters(ignored: object) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp.collectives import Collectives, Kind
 from annotate_fsdp.observation import UnitObservation, dtype_names
-from annotate_fsdp.plan import Plan, Unit, dtype_name
+from annotate_fsdp.plan import Island, Plan, Unit, dtype_name
 
 Dtypes = dict[torch.dtype, None]  # a set that keeps its order
 
@@ -23,6 +23,7 @@ class Seen:
     class_name: str
     planned: Unit | None
     actual: Unit | None
+    island: Island | None = None
     calls: int = 0
     recomputes: int = 0
     parameters: dict[str, Dtypes] = field(default_factory=dict)
@@ -35,6 +36,13 @@ class Seen:
     def name(self) -> str:
         """Its path, printable."""
         return self.path or "(root)"
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy | None:
+        """What the plan casts at its boundary, whoever does it; None if the plan does not know it."""
+        if self.island is not None:
+            return self.island.policy
+        return self.planned.policy if self.planned is not None else None
 
 
 def compare_with_plan(plan: Plan, actual: Plan, seen: Sequence[Seen]) -> Iterator[str]:
@@ -65,7 +73,7 @@ def compare_with_plan(plan: Plan, actual: Plan, seen: Sequence[Seen]) -> Iterato
         if one.planned is not None and one.actual is not None:
             yield from _forward_differences(one, one.planned)
     for outer, inner in _handed_on(seen):
-        if inner.planned is not None and inner.planned.policy.cast_forward_inputs:
+        if inner.policy is not None and inner.policy.cast_forward_inputs:
             dtype = next(iter(outer.inputs))
             yield f"{_handed_on_text(outer, inner)}. Write output_dtype={dtype} on it"
 
@@ -116,7 +124,7 @@ def notes_on(seen: Sequence[Seen], backward: bool) -> Iterator[str]:
             f"to {dtype_name(final)} at the unit's boundary; write output_dtype={raw} where that is not meant"
         )
     for outer, inner in _handed_on(seen):
-        if inner.planned is not None and not inner.planned.policy.cast_forward_inputs:
+        if inner.policy is not None and not inner.policy.cast_forward_inputs:
             yield f"{_handed_on_text(outer, inner)}; it casts for itself, so let it cast its output back"
 
 
@@ -164,13 +172,13 @@ def _state_differences(planned: Unit, actual: Unit) -> Iterator[str]:
 
 def _forward_differences(one: Seen, planned: Unit) -> Iterator[str]:
     """Yield what forward saw otherwise than planned."""
-    policy = planned.policy
+    policy = one.policy or planned.policy
     write = f"Shard it with {_policy(policy)}"
-    stored = {parameter.path: parameter.dtype for parameter in planned.parameters}
+    computes = {parameter.path: planned.compute_dtype(parameter) for parameter in planned.parameters}
     wrong: dict[tuple[torch.dtype, str], list[str]] = {}
     for path, dtypes in one.parameters.items():
-        expected = policy.param_dtype or stored.get(path)
-        if expected is not None and path in stored and any(dtype != expected for dtype in dtypes):
+        expected = computes.get(path)
+        if expected is not None and any(dtype != expected for dtype in dtypes):
             wrong.setdefault((expected, dtype_names(dtypes)), []).append(path)
     for (expected, names), paths in wrong.items():
         yield (
@@ -203,16 +211,17 @@ def _handed_on(seen: Sequence[Seen]) -> Iterator[tuple[Seen, Seen]]:
     unit computes in, and returned, what the outer one returned, although nobody asked for that dtype.
     """
     for outer in seen:
-        compute = outer.planned.policy.param_dtype if outer.planned else None
-        if compute is None or outer.planned is None or outer.planned.policy.output_dtype is not None:
+        around = outer.policy
+        compute = around.param_dtype if around is not None else None
+        if compute is None or around is None or around.output_dtype is not None:
             continue
         if set(outer.inputs) != {compute} or not outer.raw_outputs or compute in outer.raw_outputs:
             continue
         prefix = f"{outer.path}." if outer.path else ""
         for inner in seen:
-            if inner is outer or not inner.path.startswith(prefix) or inner.planned is None:
+            policy = inner.policy
+            if inner is outer or not inner.path.startswith(prefix) or policy is None:
                 continue
-            policy = inner.planned.policy
             dtype = policy.param_dtype
             if policy.output_dtype is None and dtype in outer.raw_outputs and dtype in inner.outputs:
                 yield outer, inner

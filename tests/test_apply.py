@@ -83,13 +83,13 @@ def test_marks_plan_what_was_written_by_hand(
     fake_world(4)
     mesh = make_mesh()
     by_hand = plan_of(shard_by_hand(model(), mesh))
-    assert by_hand == plan_annotated(model(), mesh, mp_policy=BF16)
-    assert by_hand == plan_annotated(model(), mp_policy=BF16)  # without a mesh
-    assert by_hand == plan_of(shard_annotated(model(), mesh, mp_policy=BF16))
+    assert by_hand == plan_annotated(model(), mesh, mp_policy=BF16, lowering="unit")
+    assert by_hand == plan_annotated(model(), mp_policy=BF16, lowering="unit")  # without a mesh
+    assert by_hand == plan_of(shard_annotated(model(), mesh, mp_policy=BF16, lowering="unit"))
     expected = MeshSpec(1, 4) if make_mesh is mesh_1d else MeshSpec(2, 2)
     assert {unit.mesh for unit in by_hand} == {expected}
-    assert by_hand != plan_annotated(model(), world_size=8, mp_policy=BF16)
-    assert by_hand != plan_annotated(model(), mesh)
+    assert by_hand != plan_annotated(model(), world_size=8, mp_policy=BF16, lowering="unit")
+    assert by_hand != plan_annotated(model(), mesh, lowering="unit")
 
 
 @pytest.mark.parametrize("reshard", [True, False, 2, None])
@@ -97,7 +97,7 @@ def test_marks_plan_the_reshard_flag_written_by_hand(fake_world: Callable[..., N
     fake_world(4)
     mesh = mesh_1d()
     by_hand = plan_of(shard_by_hand(model(), mesh, reshard_after_forward=reshard))
-    planned = plan_annotated(model(), mesh, mp_policy=BF16, reshard_after_forward=reshard)
+    planned = plan_annotated(model(), mesh, mp_policy=BF16, reshard_after_forward=reshard, lowering="unit")
     assert by_hand == planned
     flag = True if reshard is None else reshard
     assert [unit.reshard_after_forward for unit in by_hand] == [flag] * 5 + [False]
@@ -107,8 +107,8 @@ def test_marks_plan_the_offload_written_by_hand(fake_world: Callable[..., None])
     fake_world(4)
     mesh, offload = mesh_1d(), CPUOffloadPolicy(pin_memory=False)
     by_hand = plan_of(shard_by_hand(model(), mesh, offload_policy=offload))
-    assert by_hand == plan_annotated(model(), mesh, mp_policy=BF16, offload_policy=offload)
-    assert by_hand != plan_annotated(model(), mesh, mp_policy=BF16)
+    assert by_hand == plan_annotated(model(), mesh, mp_policy=BF16, offload_policy=offload, lowering="unit")
+    assert by_hand != plan_annotated(model(), mesh, mp_policy=BF16, lowering="unit")
     assert [unit.offload_policy for unit in by_hand] == [offload] * 6
 
 
@@ -124,7 +124,7 @@ def test_marks_plan_the_ignored_parameters_written_by_hand(fake_world: Callable[
     hand, marked = made(), made()
     fully_shard(hand.a, mesh=mesh, ignored_params={hand.a.y.weight})
     fully_shard(hand, mesh=mesh, ignored_params={hand.b.weight})
-    shard_annotated(marked, mesh, ignored_params=[marked.b.weight])
+    shard_annotated(marked, mesh, ignored_params=[marked.b.weight], lowering="unit")
     assert plan_of(hand) == plan_of(marked) == applied_plan(marked)
     assert plan_of(marked).ignored == ("a.y.weight", "b.weight")
     assert type(marked.a.y.weight) is type(marked.b.weight) is nn.Parameter
@@ -154,9 +154,9 @@ def test_marks_plan_the_groups_and_ties_written_by_hand(fake_world: Callable[...
     fully_shard(first, **policy)
     fully_shard(second, **policy)
     fully_shard(hand, **policy)
-    shard_annotated(marked, mesh, mp_policy=BF16)
+    shard_annotated(marked, mesh, mp_policy=BF16, lowering="unit")
     assert list(plan_of(hand).differences(plan_of(marked))) == []
-    assert plan_of(marked) == plan_annotated(made(), mesh, mp_policy=BF16)
+    assert plan_of(marked) == plan_annotated(made(), mesh, mp_policy=BF16, lowering="unit")
     assert [unit.paths for unit in plan_of(marked)] == [
         ("embed", "head"),
         ("layers.0.q", "layers.0.k"),
@@ -172,7 +172,7 @@ def test_marks_plan_the_groups_and_ties_written_by_hand(fake_world: Callable[...
 def test_a_weight_that_the_root_owns_stays_tied_to_the_unit_inside(fake_world: Callable[..., None]) -> None:
     fake_world(4)
     made = tied(Holder(embed=fsdp_unit(linear(4)), head=linear(4)), "embed", "head")
-    shard_annotated(made, mesh_1d())
+    shard_annotated(made, mesh_1d(), lowering="unit")
     assert made.embed.weight is made.head.weight
     assert isinstance(made.head.weight, DTensor)
     assert plan_of(made).owner("embed.weight").paths == ("",)
@@ -194,12 +194,12 @@ def test_what_is_read_back_is_what_was_planned_for_any_tree(
         fake_world(4)
     mesh = mesh_1d()
     try:
-        planned = plan_annotated(made, mesh, mp_policy=BF16)
+        planned = plan_annotated(made, mesh, mp_policy=BF16, lowering="unit")
     except AnnotationError:  # ties in a circle
         assert is_untouched(made)
         return
     names = list(made.state_dict())
-    assert shard_annotated(made, mesh, mp_policy=BF16) is made
+    assert shard_annotated(made, mesh, mp_policy=BF16, lowering="unit") is made
     read = plan_of(made)
     assert list(read.differences(planned)) == []
     assert read.ignored == planned.ignored
@@ -216,9 +216,9 @@ def test_the_same_model_comes_back_with_its_plan_and_its_names(fake_world: Calla
     fake_world(4)
     made = model()
     names = list(made.state_dict())
-    assert shard_annotated(made, mesh_1d(), mp_policy=BF16) is made
+    assert shard_annotated(made, mesh_1d(), mp_policy=BF16, lowering="unit") is made
     assert list(made.state_dict()) == names
-    assert applied_plan(made) == plan_annotated(model(), mp_policy=BF16, world_size=4)
+    assert applied_plan(made) == plan_annotated(model(), mp_policy=BF16, world_size=4, lowering="unit")
     assert all(isinstance(parameter, DTensor) for parameter in made.parameters())
 
 
@@ -226,9 +226,9 @@ def test_a_model_on_meta_is_sharded_on_meta(fake_world: Callable[..., None]) -> 
     fake_world(4)
     with torch.device("meta"):
         made = model()
-    shard_annotated(made, mesh_1d(), mp_policy=BF16)
+    shard_annotated(made, mesh_1d(), mp_policy=BF16, lowering="unit")
     assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
-    assert plan_of(made) == plan_annotated(model(), mp_policy=BF16, world_size=4)
+    assert plan_of(made) == plan_annotated(model(), mp_policy=BF16, world_size=4, lowering="unit")
 
 
 def test_an_existing_wrapper_is_sharded_and_the_path_does_not_show_it(
@@ -238,10 +238,10 @@ def test_an_existing_wrapper_is_sharded_and_the_path_does_not_show_it(
     made: Any = model()
     made.layers[0] = checkpoint_wrapper(made.layers[0])
     made.layers[1].mlp = checkpoint_wrapper(made.layers[1].mlp)
-    shard_annotated(made, mesh_1d(), mp_policy=BF16)
+    shard_annotated(made, mesh_1d(), mp_policy=BF16, lowering="unit")
     assert isinstance(made.layers[0], FSDPModule)
     assert not isinstance(made.layers[0]._checkpoint_wrapped_module, FSDPModule)
-    assert plan_of(made) == plan_annotated(model(), mp_policy=BF16, world_size=4)
+    assert plan_of(made) == plan_annotated(model(), mp_policy=BF16, world_size=4, lowering="unit")
 
 
 def test_nothing_to_read_back_from_a_plain_model() -> None:
@@ -257,8 +257,10 @@ def test_nothing_to_read_back_from_a_plain_model() -> None:
 def test_a_world_of_one_and_a_shard_axis_of_one(fake_world: Callable[..., None]) -> None:
     fake_world(4)
     one = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
-    made = shard_annotated(model(), one, mp_policy=BF16, reshard_after_forward=1)
-    assert plan_of(made) == plan_annotated(model(), one, mp_policy=BF16, reshard_after_forward=1)
+    made = shard_annotated(model(), one, mp_policy=BF16, reshard_after_forward=1, lowering="unit")
+    assert plan_of(made) == plan_annotated(
+        model(), one, mp_policy=BF16, reshard_after_forward=1, lowering="unit"
+    )
     assert plan_of(made).mesh == MeshSpec(4, 1)
 
 
@@ -279,7 +281,7 @@ class Coder(Holder):
 def test_forward_methods_are_registered_on_units(fake_world: Callable[..., None]) -> None:
     fake_world(4)
     made: Any = Holder(a=Coder(x=linear()), b=checkpoint_wrapper(Coder(x=linear())))
-    shard_annotated(made, mesh_1d())
+    shard_annotated(made, mesh_1d(), lowering="unit")
     assert "encode" in vars(made.a)
     assert "encode" in vars(made.b)
     assert "forward" not in vars(made.a)
@@ -293,7 +295,7 @@ def test_a_method_that_a_kept_unit_registered_for_itself_is_not_registered_again
     fully_shard(made.a, mesh=mesh_1d())
     register_fsdp_forward_method(made.a, "encode")
     registered = vars(made.a)["encode"]
-    shard_annotated(made, mesh_1d(), existing="keep")
+    shard_annotated(made, mesh_1d(), existing="keep", lowering="unit")
     assert vars(made.a)["encode"] is registered
 
 
@@ -308,7 +310,7 @@ def test_units_that_are_sharded_already_are_kept_as_they_are(fake_world: Callabl
     fully_shard(made.layers[1], mesh=mesh_1d(), mp_policy=MixedPrecisionPolicy(torch.float16))
     fully_shard(made.head, mesh=mesh_1d())
     state = fsdp_state(made.head)
-    plan = plan_annotated(made, mesh_1d(), mp_policy=BF16, existing="keep")
+    plan = plan_annotated(made, mesh_1d(), mp_policy=BF16, existing="keep", lowering="unit")
     assert [(unit.path, unit.lowering, unit.policy.param_dtype) for unit in plan] == [
         ("embed", "unit", bfloat16),
         ("layers.0.norm", "kept", None),
@@ -318,7 +320,7 @@ def test_units_that_are_sharded_already_are_kept_as_they_are(fake_world: Callabl
         ("", "unit", bfloat16),
     ]
     assert plan.unit("head").provenance == "sharded before"
-    shard_annotated(made, mesh_1d(), mp_policy=BF16, existing="keep")
+    shard_annotated(made, mesh_1d(), mp_policy=BF16, existing="keep", lowering="unit")
     assert fsdp_state(made.head) is state
     assert plan_of(made) == plan
 
@@ -328,7 +330,7 @@ def test_a_marked_unit_inside_a_kept_one_comes_too_late(fake_world: Callable[...
     made: Any = model()
     fully_shard(made.layers[1], mesh=mesh_1d())
     with pytest.raises(AnnotationError) as error:
-        shard_annotated(made, mesh_1d(), existing="keep")
+        shard_annotated(made, mesh_1d(), existing="keep", lowering="unit")
     assert str(error.value) == (
         "1 finding; nothing was sharded\n"
         "  AF302 error at layers.1.norm: a unit (instance), but layers.1 around it is sharded already and "
@@ -342,7 +344,7 @@ def test_a_module_that_kept_units_share_is_left_alone(fake_world: Callable[..., 
     made: Any = Holder(a=Holder(x=linear(), r=rotary), b=Holder(x=linear(), r=rotary), c=Block(x=linear()))
     for each in (made.a, made.b):
         fully_shard(each, mesh=mesh_1d())
-    shard_annotated(made, mesh_1d(), existing="keep")
+    shard_annotated(made, mesh_1d(), existing="keep", lowering="unit")
     assert [unit.path for unit in plan_of(made)] == ["a", "b", "c", ""]
 
 
@@ -360,9 +362,11 @@ def test_a_wholly_sharded_model_may_be_kept_and_nothing_happens(fake_world: Call
     fake_world(4)
     made = shard_by_hand(model(), mesh_1d())
     before = plan_of(made)
-    shard_annotated(made, mesh_1d(), existing="keep")
+    shard_annotated(made, mesh_1d(), existing="keep", lowering="unit")
     assert plan_of(made) == before
-    assert {unit.lowering for unit in plan_annotated(made, mesh_1d(), existing="keep")} == {"kept"}
+    assert {unit.lowering for unit in plan_annotated(made, mesh_1d(), existing="keep", lowering="unit")} == {
+        "kept"
+    }
 
 
 # -- FSDP2's private state -------------------------------------------------------------------------
@@ -420,7 +424,7 @@ def test_a_failure_of_fully_shard_says_what_was_sharded_and_what_to_do(
 
     monkeypatch.setattr(apply, "fully_shard", fail_at_third)
     with pytest.raises(AnnotationError) as error:
-        shard_annotated(model(), mesh_1d())
+        shard_annotated(model(), mesh_1d(), lowering="unit")
     assert str(error.value) == (
         "1 finding; the model is sharded in part\n"
         "  AF801 error at layers.0: unit layers.0 [RuntimeError: no room], but fully_shard failed after "
@@ -436,8 +440,8 @@ def test_a_deepcopy_of_a_marked_model_is_sharded_alike_and_the_original_is_untou
     fake_world(4)
     made = model()
     twin = copy.deepcopy(made)
-    shard_annotated(twin, mesh_1d(), mp_policy=BF16)
+    shard_annotated(twin, mesh_1d(), mp_policy=BF16, lowering="unit")
     assert is_untouched(made)
-    assert plan_of(twin) == plan_annotated(made, mp_policy=BF16)
+    assert plan_of(twin) == plan_annotated(made, mp_policy=BF16, lowering="unit")
     assert isinstance(plan_of(twin), Plan)
     assert [unit.offload_policy for unit in plan_of(twin)] == [OffloadPolicy()] * 6

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from annotate_fsdp import audit, fsdp_unit, plan_annotated, shard_annotated
 from annotate_fsdp.models.step5 import Step5Config, Step5ForCausalLM
-from annotate_fsdp.render import human_bytes, human_count, printable, render_units
+from annotate_fsdp.plan import human_bytes
+from annotate_fsdp.render import human_count, printable, render_units
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -67,14 +68,14 @@ findings: none"""
 def test_the_prediction_reads_as_text_without_a_process_group() -> None:
     with torch.device("meta"):
         model = Model()
-    assert str(audit(model, world_size=4, mp_policy=BF16)) == PREDICTED
+    assert str(audit(model, world_size=4, mp_policy=BF16, lowering="unit")) == PREDICTED
 
 
 def test_bytes_per_rank_count_the_padding_of_dimension_zero() -> None:
-    unit = plan_annotated(Model(), world_size=4).unit("")
+    unit = plan_annotated(Model(), world_size=4, lowering="unit").unit("")
     assert unit.sharded_bytes() == 3 * 8 * 4  # 10 rows on 4 ranks: 3 rows of 8 fp32 values each
     assert unit.gathered_bytes() == 4 * 3 * 8 * 4
-    assert plan_annotated(Model()).unit("").sharded_bytes() == 10 * 8 * 4
+    assert plan_annotated(Model(), lowering="unit").unit("").sharded_bytes() == 10 * 8 * 4
 
 
 def test_every_line_fits_100_columns_whatever_the_names() -> None:
@@ -88,7 +89,12 @@ def test_every_line_fits_100_columns_whatever_the_names() -> None:
         inner.add_module(f"a_rather_long_attribute_name_{depth}", child)
         inner = child
     inner.add_module("leaf", fsdp_unit(AModuleWithAVeryLongClassNameIndeed(4, 4)))
-    report = audit(model.bfloat16(), world_size=64, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    report = audit(
+        model.bfloat16(),
+        world_size=64,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32),
+        lowering="unit",
+    )
     lines = str(report).splitlines()
     assert report.warnings
     assert max(map(len, lines)) <= 100
@@ -98,15 +104,15 @@ def test_every_line_fits_100_columns_whatever_the_names() -> None:
 def test_names_cannot_steer_the_terminal() -> None:
     model = nn.Sequential()
     model.add_module("evil\x1b[31m", fsdp_unit(nn.Linear(2, 2)))
-    text = str(audit(model))
+    text = str(audit(model, lowering="unit"))
     assert "\x1b" not in text
     assert r"evil\x1b[31m" in text
 
 
 def test_after_sharding_the_report_says_that_it_went_as_planned() -> None:
     with fake_group(2):
-        model = shard_annotated(Model(), init_device_mesh("cpu", (2,)), mp_policy=BF16)
-        report = audit(model)
+        model = shard_annotated(Model(), init_device_mesh("cpu", (2,)), mp_policy=BF16, lowering="unit")
+        report = audit(model, lowering="unit")
         assert report.findings == ()
         assert report.actual == report.plan
         assert "sharded as planned" in str(report).splitlines()[0]
@@ -126,7 +132,9 @@ def shard_by_hand(model: Model, *, norm_dtype: torch.dtype, skip: int = -1) -> M
 def test_a_model_sharded_by_hand_is_held_against_its_marks() -> None:
     with fake_group(2):
         assert audit(shard_by_hand(Model(), norm_dtype=torch.float32), mp_policy=BF16).findings == ()
-        missing = audit(shard_by_hand(Model(), norm_dtype=torch.float32, skip=1), mp_policy=BF16)
+        missing = audit(
+            shard_by_hand(Model(), norm_dtype=torch.float32, skip=1), mp_policy=BF16, lowering="unit"
+        )
         assert [str(finding) for finding in missing.errors] == [
             "AF901 error at layers.1.norm: the plan (here) against FSDP2's state (there), but a unit here, "
             "none there. Shard with shard_annotated only, after every change to the model.",
@@ -134,16 +142,18 @@ def test_a_model_sharded_by_hand_is_held_against_its_marks() -> None:
             "besides here, layers.1.norm.bias, layers.1.norm.weight there. "
             "Shard with shard_annotated only, after every change to the model.",
         ]
-        wrong = audit(shard_by_hand(Model(), norm_dtype=torch.bfloat16), mp_policy=BF16)
+        wrong = audit(shard_by_hand(Model(), norm_dtype=torch.bfloat16), mp_policy=BF16, lowering="unit")
         assert {finding.path for finding in wrong.errors} == {f"layers.{i}.norm" for i in range(3)}
         assert "otherwise than planned" in str(wrong).splitlines()[0]
 
 
 def test_a_storage_dtype_that_changed_after_sharding_is_a_warning() -> None:
     with fake_group(2):
-        model = shard_annotated(Model(layers=1), init_device_mesh("cpu", (2,)), mp_policy=BF16)
+        model = shard_annotated(
+            Model(layers=1), init_device_mesh("cpu", (2,)), mp_policy=BF16, lowering="unit"
+        )
         model.to(torch.bfloat16)
-        codes = {(finding.code, finding.path) for finding in audit(model).warnings}
+        codes = {(finding.code, finding.path) for finding in audit(model, lowering="unit").warnings}
         assert ("AF902", "layers.0.norm.weight") in codes
 
 
@@ -151,20 +161,23 @@ def test_an_optimizer_built_before_sharding_is_an_error() -> None:
     with fake_group(2):
         model = Model()
         stale = torch.optim.SGD(model.parameters(), lr=0.1)
-        assert audit(model, optimizer=stale).findings == ()
-        shard_annotated(model, init_device_mesh("cpu", (2,)), mp_policy=BF16)
-        assert [str(finding) for finding in audit(model, optimizer=stale).errors] == [
+        assert audit(model, optimizer=stale, lowering="unit").findings == ()
+        shard_annotated(model, init_device_mesh("cpu", (2,)), mp_policy=BF16, lowering="unit")
+        assert [str(finding) for finding in audit(model, optimizer=stale, lowering="unit").errors] == [
             "AF502 error at the root module: SGD with 13 parameters, but 13 of them are not the model's, so "
             "its weights would never change. Build the optimizer after shard_annotated."
         ]
-        assert audit(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).findings == ()
+        assert (
+            audit(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lowering="unit").findings
+            == ()
+        )
 
 
 def test_findings_are_reported_and_not_raised() -> None:
     model = Model()
     model.layers[0].scale = nn.Parameter(torch.tensor(1.0))
     model.__fsdp_dytpe__ = torch.float32
-    report = audit(model)
+    report = audit(model, lowering="unit")
     assert [(finding.code, finding.path) for finding in report.errors] == [
         ("AF106", ""),
         ("AF202", "layers.0.scale"),
@@ -174,28 +187,32 @@ def test_findings_are_reported_and_not_raised() -> None:
 
 
 def test_findings_alike_but_for_a_number_are_shown_once() -> None:
-    report = audit(Model(layers=12).bfloat16(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    report = audit(
+        Model(layers=12).bfloat16(),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        lowering="unit",
+    )
     assert len(report.warnings) == 12
     assert str(report).count("AF501") == 1
     assert "(and 11 more like it)" in " ".join(str(report).split())
 
 
 def test_an_option_without_meaning_is_a_finding_too() -> None:
-    report = audit(Model(), existing="keeep")  # type: ignore[arg-type]  # the mistake under test
+    report = audit(Model(), existing="keeep", lowering="unit")  # type: ignore[arg-type]  # the mistake under test
     assert [(finding.code, finding.declared) for finding in report.errors] == [("AF108", "existing='keeep'")]
 
 
 def test_an_option_that_does_not_exist_is_a_finding_too() -> None:
-    report = audit(Model(), reshard_after=True)  # type: ignore[call-arg]  # the mistake under test
+    report = audit(Model(), reshard_after=True, lowering="unit")  # type: ignore[call-arg]  # the mistake under test
     assert [str(finding) for finding in report.errors] == [
         "AF108 error at the root module: reshard_after=True, but there is no such option. Did you mean "
         "reshard_after_forward? Write one of mp_policy, offload_policy, reshard_after_forward, "
-        "ignored_params, dp_mesh_dims, policies, lowering, existing, check_ranks."
+        "ignored_params, dp_mesh_dims, policies, lowering, merge_below, group_bytes, existing, check_ranks."
     ]
 
 
 def test_json_holds_what_the_text_says() -> None:
-    data: dict[str, Any] = json.loads(audit(Model(), world_size=4, mp_policy=BF16).to_json())
+    data: dict[str, Any] = json.loads(audit(Model(), world_size=4, mp_policy=BF16, lowering="unit").to_json())
     assert data["schema"] == "annotate_fsdp.audit/1"
     assert data["state"] == "predicted"
     assert data["plan"]["mesh"] == [1, 4]
@@ -224,9 +241,9 @@ def test_the_released_step5_is_audited_whole() -> None:
 
 
 def read_back() -> tuple[str, bool]:
-    model = shard_annotated(Model(), init_device_mesh("cpu", (2,)), mp_policy=BF16)
+    model = shard_annotated(Model(), init_device_mesh("cpu", (2,)), mp_policy=BF16, lowering="unit")
     model(torch.zeros(2, 3, dtype=torch.long)).float().sum().backward()
-    report = audit(model)
+    report = audit(model, lowering="unit")
     return str(report).splitlines()[0], report.ok
 
 
@@ -236,7 +253,7 @@ def test_after_a_real_step_the_state_is_still_as_planned(ranks: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (16 * 1024, "16.0 KiB"), (3 * 1024**4, "3.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (16 * 1024, "16 KiB"), (3 * 1024**4, "3 TiB")],
 )
 def test_bytes_are_written_with_binary_units(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -255,7 +272,9 @@ def test_control_characters_are_written_out() -> None:
 
 def test_layers_with_a_step_and_with_gaps_are_folded() -> None:
     model = nn.Sequential(*(Norm(4 if i % 4 == 3 else 8) for i in range(12)))
-    assert [line.split()[0] for line in render_units(plan_annotated(model)).splitlines()[2:]] == [
+    assert [
+        line.split()[0] for line in render_units(plan_annotated(model, lowering="unit")).splitlines()[2:]
+    ] == [
         "{0-2,4-6,8-10}",
         "{3-11:4}",
         "(root)",

@@ -102,7 +102,9 @@ IDS = torch.arange(6)
 
 def sharded(norm: Callable[[int], nn.Module], **options: Any) -> Model:
     torch.manual_seed(0)
-    return shard_annotated(Model(norm, **options), init_device_mesh("cpu", _world()), mp_policy=BF16)
+    return shard_annotated(
+        Model(norm, **options), init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit"
+    )
 
 
 def _world() -> tuple[int]:
@@ -144,7 +146,7 @@ def agree(norm: Callable[[int], nn.Module], wrapped: bool) -> tuple[dict[str, An
     if wrapped:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = checkpoint_wrapper(block)
-    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16)
+    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit")
     before = hooks_of(model)
     observation = observe_step(model)
     with warnings.catch_warnings(), CommDebugMode() as counted:
@@ -186,7 +188,7 @@ def test_a_marked_model_agrees_with_its_plan(ranks: Any, norm: Any, wrapped: boo
 
 def replicated() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return report(observe_step(shard_annotated(Model(default_island), mesh, mp_policy=BF16)))
+    return report(observe_step(shard_annotated(Model(default_island), mesh, mp_policy=BF16, lowering="unit")))
 
 
 def test_replicas_agree_and_their_all_reduces_are_counted(ranks: Any) -> None:
@@ -224,7 +226,7 @@ def fault(kind: str) -> dict[str, Any]:
     """Shard by hand, with a fault, a model whose plan comes from marks."""
     torch.manual_seed(0)
     model = Model(default_island, AddingBlock)
-    plan = plan_annotated(copy.deepcopy(model), world_size=_world()[0], mp_policy=BF16)
+    plan = plan_annotated(copy.deepcopy(model), world_size=_world()[0], mp_policy=BF16, lowering="unit")
     mesh = init_device_mesh("cpu", _world())
     island = MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16, True)
     for index, block in enumerate(model.blocks):
@@ -357,7 +359,7 @@ def test_a_block_whose_output_an_inner_unit_changed_is_named(ranks: Any) -> None
 def crash() -> tuple[str, Any]:
     """A norm that nobody casts back feeds a Linear, which refuses."""
     model = sharded(cast_lost_by_mark)
-    plan = plan_annotated(Model(default_island), world_size=_world()[0], mp_policy=BF16)
+    plan = plan_annotated(Model(default_island), world_size=_world()[0], mp_policy=BF16, lowering="unit")
     with pytest.raises(RuntimeError) as caught, observe(model, plan) as observation:
         step(model)
     return str(caught.value), observation.disagreements
@@ -436,7 +438,7 @@ class Looping(Model):
 
 def loop() -> tuple[Any, ...]:
     model = Looping(default_island, blocks=3)
-    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16)
+    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit")
     observation = observe_step(model)
     calls = {unit.path: (unit.calls, unit.recomputes) for unit in observation.units}
     return observation.agrees, calls, observation.notes
@@ -460,7 +462,7 @@ class Encoder(Model):
 def encode(by_hand: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = Encoder(default_island, blocks=1)
-    plan = plan_annotated(copy.deepcopy(model), world_size=_world()[0], mp_policy=BF16)
+    plan = plan_annotated(copy.deepcopy(model), world_size=_world()[0], mp_policy=BF16, lowering="unit")
     mesh = init_device_mesh("cpu", _world())
     if by_hand:  # with a root that computes in fp32
         fully_shard(
@@ -472,7 +474,7 @@ def encode(by_hand: bool) -> tuple[Any, ...]:
         fully_shard(model, mesh=mesh, mp_policy=FP32)
         register_fsdp_forward_method(model, "encode")
     else:
-        shard_annotated(model, mesh, mp_policy=BF16)
+        shard_annotated(model, mesh, mp_policy=BF16, lowering="unit")
     before = hooks_of(model)
 
     def run(model: Any) -> None:
@@ -512,7 +514,7 @@ class Tied(Model):
 
 
 def tied() -> tuple[Any, ...]:
-    model = shard_annotated(Tied(), init_device_mesh("cpu", _world()), mp_policy=BF16)
+    model = shard_annotated(Tied(), init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit")
     observation = observe_step(model)
     unit = observation.unit("head")
     return observation.agrees, observation.disagreements, unit.paths, unit.calls, unit.param_dtypes
@@ -528,7 +530,7 @@ def compiled() -> tuple[Any, ...]:
     model = Model(default_island)
     for block in model.blocks:
         block.compile(backend="eager")
-    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16)
+    shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit")
     observation = observe_step(model)
     with warnings.catch_warnings():  # dynamo looks at .grad of everything
         warnings.simplefilter("ignore")
@@ -585,7 +587,7 @@ def same_bits() -> tuple[torch.Tensor, torch.Tensor]:
     for watch in (True, False):
         torch.manual_seed(0)
         model = WritesIntoOutputs(default_island, blocks=1)
-        shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16)
+        shard_annotated(model, init_device_mesh("cpu", _world()), mp_policy=BF16, lowering="unit")
         if watch:
             with observe(model):
                 step(model)

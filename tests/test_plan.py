@@ -63,18 +63,20 @@ def linear(width: int = 2, *, bias: bool = False) -> nn.Linear:
 
 def layout(model: nn.Module, **options: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """(paths, members) of every unit, in application order."""
-    return [(unit.paths, unit.members) for unit in plan_annotated(model, **options)]
+    return [(unit.paths, unit.members) for unit in plan_annotated(model, **options, lowering="unit")]
 
 
 def reshards(model: nn.Module, **options: Any) -> dict[str, bool | int]:
     """Path of each unit -> its reshard flag."""
-    return {unit.name: unit.reshard_after_forward for unit in plan_annotated(model, **options)}
+    return {
+        unit.name: unit.reshard_after_forward for unit in plan_annotated(model, **options, lowering="unit")
+    }
 
 
 def refusal(model: nn.Module, **options: Any) -> list[str]:
     """The findings that planning raises, as text."""
     with pytest.raises(AnnotationError) as error:
-        plan_annotated(model, **options)
+        plan_annotated(model, **options, lowering="unit")
     return [str(finding) for finding in error.value.findings]
 
 
@@ -102,11 +104,14 @@ def test_children_come_before_parents_in_post_order_and_the_root_is_last() -> No
 def test_the_root_is_a_unit_with_and_without_a_mark() -> None:
     marked, plain = Block(a=Block(b=linear())), Holder(a=Block(b=linear()))
     assert layout(marked) == layout(plain) == [(("a",), ("a.b.weight",)), (("",), ())]
-    assert [unit.provenance for unit in plan_annotated(plain)] == [
+    assert [unit.provenance for unit in plan_annotated(plain, lowering="unit")] == [
         "class Block",
         "default: the root is always a unit",
     ]
-    assert [unit.provenance for unit in plan_annotated(marked)] == ["class Block", "class Block"]
+    assert [unit.provenance for unit in plan_annotated(marked, lowering="unit")] == [
+        "class Block",
+        "class Block",
+    ]
 
 
 def test_a_cancelled_mark_leaves_its_parameters_to_the_unit_around() -> None:
@@ -151,7 +156,7 @@ def test_an_output_is_cast_to_the_dtype_of_the_nearest_unit_above() -> None:
         ),
         e=fsdp_unit(linear(), policy="fp32"),
     )
-    policies = {unit.path: unit.policy for unit in plan_annotated(model, mp_policy=BF16)}
+    policies = {unit.path: unit.policy for unit in plan_annotated(model, mp_policy=BF16, lowering="unit")}
     assert policies == {
         "a.b": MixedPrecisionPolicy(bfloat16, float32, float32),
         "a.d": MixedPrecisionPolicy(float32, float32, float32),
@@ -164,7 +169,7 @@ def test_an_output_is_cast_to_the_dtype_of_the_nearest_unit_above() -> None:
 def test_only_the_root_keeps_the_callers_output_dtype() -> None:
     base = MixedPrecisionPolicy(bfloat16, float32, float32)
     model = Holder(a=Block(b=linear()))
-    policies = {unit.path: unit.policy for unit in plan_annotated(model, mp_policy=base)}
+    policies = {unit.path: unit.policy for unit in plan_annotated(model, mp_policy=base, lowering="unit")}
     assert policies == {"a": BF16, "": base}
 
 
@@ -279,7 +284,8 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
 
 def test_a_number_of_ranks_is_no_bool_for_comparison() -> None:
     ours, theirs = (
-        plan_annotated(Holder(a=fsdp_unit(linear(), reshard_after_forward=flag))) for flag in (True, 1)
+        plan_annotated(Holder(a=fsdp_unit(linear(), reshard_after_forward=flag)), lowering="unit")
+        for flag in (True, 1)
     )
     assert list(ours.differences(theirs)) == ["a: reshard_after_forward is True here, 1 there"]
 
@@ -296,7 +302,7 @@ def test_groups_are_per_enclosing_unit_and_stay_gathered() -> None:
             plain=linear(),
         )
 
-    plan = plan_annotated(Holder(a=block(), b=block()))
+    plan = plan_annotated(Holder(a=block(), b=block()), lowering="unit")
     assert [(unit.paths, unit.reshard_after_forward, unit.why, unit.provenance) for unit in plan] == [
         (("a.q", "a.k"), False, GROUP_STAYS_GATHERED, "instance, group 'norms'"),
         (("a.other",), True, "", "instance"),
@@ -332,7 +338,7 @@ def test_a_group_takes_what_one_of_its_members_says() -> None:
         a=fsdp_unit(linear(), group="g"),
         b=fsdp_unit(linear(), group="g", reshard_after_forward=True, offload_policy=offload),
     )
-    (unit, _) = plan_annotated(model)
+    (unit, _) = plan_annotated(model, lowering="unit")
     assert (unit.paths, unit.reshard_after_forward, unit.offload_policy) == (("a", "b"), True, offload)
 
 
@@ -351,7 +357,7 @@ def test_tied_modules_that_are_both_tagged_are_one_unit() -> None:
     model = tied(
         Holder(embed=fsdp_unit(linear()), block=Block(a=linear()), head=fsdp_unit(linear())), "embed", "head"
     )
-    plan = plan_annotated(model)
+    plan = plan_annotated(model, lowering="unit")
     assert [(unit.paths, unit.members, unit.reshard_after_forward) for unit in plan] == [
         (("embed", "head"), ("embed.weight",), False),
         (("block",), ("block.a.weight",), True),
@@ -366,12 +372,12 @@ def test_tied_modules_that_are_both_tagged_are_one_unit() -> None:
 def test_a_tie_that_reaches_the_roots_leftovers_goes_to_the_root() -> None:
     model = tied(Holder(embed=fsdp_unit(linear(bias=True)), head=linear()), "embed", "head")
     assert layout(model) == [(("embed",), ("embed.bias",)), (("",), ("embed.weight",))]
-    assert plan_annotated(model).units[0].excluded == ("embed.weight",)
+    assert plan_annotated(model, lowering="unit").units[0].excluded == ("embed.weight",)
 
 
 def test_tied_children_of_two_units_are_one_unit_of_their_own() -> None:
     model = tied(Holder(a=Block(x=linear(), y=linear()), b=Block(x=linear())), "a.x", "b.x")
-    plan = plan_annotated(model, mp_policy=BF16)
+    plan = plan_annotated(model, mp_policy=BF16, lowering="unit")
     assert [(unit.paths, unit.members, unit.provenance) for unit in plan] == [
         (("a.x", "b.x"), ("a.x.weight",), "default; tied"),
         (("a",), ("a.y.weight",), "class Block"),
@@ -490,7 +496,9 @@ def test_a_tie_made_after_a_first_plan_is_seen_by_the_next() -> None:
 
 def test_a_module_in_two_units_is_a_unit_of_its_own_and_stays_gathered() -> None:
     shared = Holder(x=linear())
-    plan = plan_annotated(Holder(a=Block(s=shared, y=linear()), b=Block(s=shared, y=linear())))
+    plan = plan_annotated(
+        Holder(a=Block(s=shared, y=linear()), b=Block(s=shared, y=linear())), lowering="unit"
+    )
     assert [(unit.paths, unit.members, unit.reshard_after_forward) for unit in plan] == [
         (("a.s",), ("a.s.x.weight",), False),
         (("a",), ("a.y.weight",), True),
@@ -531,7 +539,9 @@ def test_a_tagged_module_shared_by_units_of_two_dtypes_cannot_cast_back_to_both(
     ids=["output dtype", "no output cast", "casts itself", "verbatim"],
 )
 def test_a_shared_module_that_is_not_cast_back_may_stand_between_two_dtypes(options: Any) -> None:
-    plan = plan_annotated(shared_between_dtypes(**{"policy": "fp32", **options}), mp_policy=BF16)
+    plan = plan_annotated(
+        shared_between_dtypes(**{"policy": "fp32", **options}), mp_policy=BF16, lowering="unit"
+    )
     assert plan.unit("a.s").members == ("a.s.weight",)
 
 
@@ -568,7 +578,7 @@ def test_shared_modules_inside_shared_modules() -> None:
 
 def test_ignored_parameters_belong_to_no_unit_and_each_unit_knows_those_below() -> None:
     model = Holder(a=Block(x=linear(), y=linear()), z=linear()).requires_grad_(False)
-    plan = plan_annotated(model, ignored_params={model.a.x.weight, model.z.weight})
+    plan = plan_annotated(model, ignored_params={model.a.x.weight, model.z.weight}, lowering="unit")
     assert [(unit.paths, unit.members, unit.excluded) for unit in plan] == [
         (("a",), ("a.y.weight",), ("a.x.weight",)),
         (("",), (), ("z.weight",)),
@@ -579,13 +589,13 @@ def test_ignored_parameters_belong_to_no_unit_and_each_unit_knows_those_below() 
 @pytest.mark.parametrize("kind", [set, list, tuple, frozenset, iter, lambda p: (each for each in p)])
 def test_ignored_parameters_may_come_as_any_iterable(kind: Any) -> None:
     model = Holder(a=Block(x=linear()), z=linear()).requires_grad_(False)
-    plan = plan_annotated(model, ignored_params=kind(list(model.a.parameters())))
+    plan = plan_annotated(model, ignored_params=kind(list(model.a.parameters())), lowering="unit")
     assert plan.ignored == ("a.x.weight",)
 
 
 def test_an_ignored_module_takes_everything_below_out_of_fsdp() -> None:
     region = fsdp_ignore(Block(x=linear(), y=Block(z=linear()))).requires_grad_(False)
-    plan = plan_annotated(Holder(a=Block(r=region, w=linear())))
+    plan = plan_annotated(Holder(a=Block(r=region, w=linear())), lowering="unit")
     assert [(unit.paths, unit.members) for unit in plan] == [(("a",), ("a.w.weight",)), (("",), ())]
     assert plan.ignored == ("a.r.x.weight", "a.r.y.z.weight")
 
@@ -595,14 +605,14 @@ def test_a_module_shared_with_an_ignored_one_is_ignored_wherever_it_comes_first(
     shared = linear().requires_grad_(False)
     region, block = fsdp_ignore(Holder(s=shared)), Block(s=shared, w=linear())
     model = Holder(r=region, b=block) if region_first else Holder(b=block, r=region)
-    plan = plan_annotated(model)
+    plan = plan_annotated(model, lowering="unit")
     assert [(unit.paths, unit.members) for unit in plan] == [(("b",), ("b.w.weight",)), (("",), ())]
     assert plan.ignored == ("r.s.weight" if region_first else "b.s.weight",)
 
 
 def test_a_weight_tied_to_an_ignored_module_is_ignored() -> None:
     model = tied(Holder(r=fsdp_ignore(linear()), b=Block(x=linear())), "r", "b.x").requires_grad_(False)
-    plan = plan_annotated(model)
+    plan = plan_annotated(model, lowering="unit")
     assert [(unit.paths, unit.members, unit.excluded) for unit in plan] == [
         (("b",), (), ("r.weight",)),
         (("",), (), ("r.weight",)),
@@ -627,13 +637,13 @@ def test_forward_methods_of_units_are_listed_with_their_path() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    plan = plan_annotated(Holder(a=Coder(x=linear())))
+    plan = plan_annotated(Holder(a=Coder(x=linear())), lowering="unit")
     assert [unit.forward_methods for unit in plan] == [(("a", "decode"), ("a", "encode")), ()]
 
 
 def test_a_unit_without_parameters_neither_reshards_nor_offloads_nor_costs() -> None:
     model = Holder(a=fsdp_unit(nn.ReLU(), policy="fp32", offload_policy=CPUOffloadPolicy()), b=linear())
-    unit = plan_annotated(model, mp_policy=BF16, world_size=4).unit("a")
+    unit = plan_annotated(model, mp_policy=BF16, world_size=4, lowering="unit").unit("a")
     assert (unit.members, unit.reshard_after_forward, unit.offload_policy) == ((), False, OffloadPolicy())
     assert unit.policy == MixedPrecisionPolicy(float32, float32, bfloat16)
     assert unit.collectives().counts() == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
@@ -731,10 +741,14 @@ def marked_model(device: str = "cpu") -> nn.Module:
 
 
 def test_a_fingerprint_is_the_same_for_the_same_model_on_any_device() -> None:
-    plans = [plan_annotated(marked_model(device), world_size=2) for device in ("cpu", "meta")]
+    plans = [
+        plan_annotated(marked_model(device), world_size=2, lowering="unit") for device in ("cpu", "meta")
+    ]
     assert plans[0].fingerprint() == plans[1].fingerprint()
     assert len(plans[0].fingerprint()) == 64
-    assert plan_annotated(copy.deepcopy(marked_model())).fingerprint() != plans[0].fingerprint()  # no mesh
+    assert (
+        plan_annotated(copy.deepcopy(marked_model()), lowering="unit").fingerprint() != plans[0].fingerprint()
+    )  # no mesh
 
 
 def change_nothing(model: Any) -> None:
@@ -766,9 +780,9 @@ def test_a_fingerprint_tells_apart_what_the_ranks_must_hold_in_common(change: An
     model, other, same = marked_model(), marked_model(), marked_model()
     change(other)
     change_nothing(same)
-    plan = plan_annotated(model)
-    assert plan_annotated(same).fingerprint() == plan.fingerprint()
-    assert plan_annotated(other).fingerprint() != plan.fingerprint()
+    plan = plan_annotated(model, lowering="unit")
+    assert plan_annotated(same, lowering="unit").fingerprint() == plan.fingerprint()
+    assert plan_annotated(other, lowering="unit").fingerprint() != plan.fingerprint()
 
 
 def test_a_parameter_named_like_a_fact_hides_no_difference() -> None:
@@ -777,11 +791,16 @@ def test_a_parameter_named_like_a_fact_hides_no_difference() -> None:
         made.policy = nn.Parameter(torch.ones(1))
         return made
 
-    assert plan_annotated(model("fp32")).fingerprint() != plan_annotated(model("bf16")).fingerprint()
+    assert (
+        plan_annotated(model("fp32"), lowering="unit").fingerprint()
+        != plan_annotated(model("bf16"), lowering="unit").fingerprint()
+    )
 
 
 def test_a_plan_as_data_reads_as_written() -> None:
-    plan = plan_annotated(Holder(a=fsdp_unit(linear(3), policy="fp32")), mp_policy=BF16, world_size=(2, 2))
+    plan = plan_annotated(
+        Holder(a=fsdp_unit(linear(3), policy="fp32")), mp_policy=BF16, world_size=(2, 2), lowering="unit"
+    )
     assert plan.to_dict() == {
         "mesh": [2, 2],
         "numel": 9,
@@ -865,7 +884,9 @@ def test_a_plan_as_data_reads_as_written() -> None:
 def test_collectives_of_frozen_kept_gathered_and_replicated_units() -> None:
     def collectives(world_size: Any, *, reshard: bool, trainable: bool) -> tuple[int, ...]:
         model = Holder(a=fsdp_unit(linear(), reshard_after_forward=reshard)).requires_grad_(trainable)
-        return tuple(plan_annotated(model, world_size=world_size).collectives().counts().values())
+        return tuple(
+            plan_annotated(model, world_size=world_size, lowering="unit").collectives().counts().values()
+        )
 
     assert collectives(4, reshard=True, trainable=True) == (2, 1, 0)
     assert collectives(4, reshard=False, trainable=True) == (1, 1, 0)
@@ -945,7 +966,7 @@ def random_models(draw: st.DrawFn) -> nn.Module:
 def plan_or_refusal(model: nn.Module) -> Plan | tuple[str, ...]:
     """The plan, or the codes of what is wrong (ties may run in a circle)."""
     try:
-        return plan_annotated(model, world_size=4)
+        return plan_annotated(model, world_size=4, lowering="unit")
     except AnnotationError as error:
         return tuple(finding.code for finding in error.findings)
 
@@ -1005,7 +1026,7 @@ def big_model(modules: int) -> nn.Module:
 
 def planning_time(model: nn.Module) -> float:
     start = time.perf_counter()
-    plan_annotated(model, world_size=64)
+    plan_annotated(model, world_size=64, lowering="unit")
     return time.perf_counter() - start
 
 

@@ -31,6 +31,7 @@ ORDER = [
     "schedule",
     "plan",
     "planner",
+    "inversion",
     "lowering",
     "checks",
     "boundary",

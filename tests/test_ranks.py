@@ -335,7 +335,7 @@ def marked_and_by_hand(form: str) -> tuple[bool, bool]:
             fully_shard(model.head, mesh=mesh, mp_policy=head)
             fully_shard(model, mesh=mesh, mp_policy=BF16)
         else:
-            shard_annotated(model, mesh, mp_policy=BF16)
+            shard_annotated(model, mesh, mp_policy=BF16, lowering="unit")
         plans.append(plan_of(model))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         record = []

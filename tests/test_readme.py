@@ -45,8 +45,8 @@ def test_the_table_of_the_reference_models_is_right() -> None:
     for name, (lines, tiny, released, parameters) in table.items():
         source = [line for file in (MODELS / name).glob("*.py") for line in file.read_text().splitlines()]
         assert sum("fsdp_unit" in line and "import" not in line for line in source) == lines
-        assert len(plan_annotated(build_target(name, "tiny", None))) == tiny
-        plan = plan_annotated(build_target(name, "released", None))
+        assert len(plan_annotated(build_target(name, "tiny", None), lowering="unit")) == tiny
+        plan = plan_annotated(build_target(name, "released", None), lowering="unit")
         assert len(plan) == released
         assert sum(parameter.numel for unit in plan.units for parameter in unit.parameters) == parameters
 

@@ -97,8 +97,8 @@ def same_bits(ours: Record, theirs: Record) -> bool:
 
 def marked_and_by_hand(storage: str, checkpointing: bool) -> tuple[bool, list[str], int, bool]:
     marked, by_hand = step5(storage, checkpointing), shard_by_hand(step5(storage, checkpointing))
-    plan = plan_annotated(marked, world_mesh(), mp_policy=BF16)
-    shard_annotated(marked, world_mesh(), mp_policy=BF16)
+    plan = plan_annotated(marked, world_mesh(), mp_policy=BF16, lowering="unit")
+    shard_annotated(marked, world_mesh(), mp_policy=BF16, lowering="unit")
     differences = [*plan.differences(plan_of(by_hand)), *plan.differences(plan_of(marked))]
     ours, theirs = train(marked), train(by_hand)
     return plan_of(by_hand) == plan, differences, len(plan), same_bits(ours, theirs)
@@ -121,7 +121,7 @@ def test_bits_that_differ_would_be_seen() -> None:
 
 def observed(storage: str) -> tuple[bool, tuple[str, ...], dict[str, tuple[tuple[torch.dtype, ...], ...]]]:
     """The verdict, and per unit the dtypes of its parameters, inputs and outputs inside forward."""
-    model = shard_annotated(step5(storage), world_mesh(), mp_policy=BF16)
+    model = shard_annotated(step5(storage), world_mesh(), mp_policy=BF16, lowering="unit")
     with observe(model) as seen:
         model(torch.randint(256, (2, 32))).float().logsumexp(-1).mean().backward()
     units = {unit.paths[0]: (unit.param_dtypes, unit.input_dtypes, unit.output_dtypes) for unit in seen.units}
@@ -143,7 +143,7 @@ def test_every_island_computes_in_fp32_and_every_block_in_bf16(ranks: Pool, stor
 
 
 def fault(build: Callable[[], Step5ForCausalLM]) -> tuple[bool, tuple[str, ...]]:
-    plan = plan_annotated(step5(), world_mesh(), mp_policy=BF16)
+    plan = plan_annotated(step5(), world_mesh(), mp_policy=BF16, lowering="unit")
     model = build()
     assert isinstance(model, FSDPModule)
     with observe(model, plan) as seen:
@@ -190,8 +190,8 @@ def from_meta(storage: str) -> tuple[list[str], bool, bool]:
     state = {name: tensor.clone() for name, tensor in direct.state_dict().items()}
     with torch.device("meta"):
         model = Step5ForCausalLM(Step5Config.tiny()).to_storage(STORAGE[storage])
-    shard_annotated(direct, world_mesh(), mp_policy=BF16)
-    shard_annotated(model, world_mesh(), mp_policy=BF16)
+    shard_annotated(direct, world_mesh(), mp_policy=BF16, lowering="unit")
+    shard_annotated(model, world_mesh(), mp_policy=BF16, lowering="unit")
     materialize(model, "cpu", state_dict=state)
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     wrong = [name for name, p in direct.named_parameters() if p.dtype != dtypes[name]]

@@ -97,8 +97,8 @@ def toy_gradients(form: str) -> tuple[float, tuple[str, ...]]:
             parallelize_module(block, mesh["tp"], plan)
     if form == "tp axis, data-parallel mesh":
         over, dims = mesh["dp"], None
-    plan = plan_annotated(model, over, mp_policy=FP32, dp_mesh_dims=dims)
-    assert shard_annotated(model, over, mp_policy=FP32, dp_mesh_dims=dims) is model
+    plan = plan_annotated(model, over, mp_policy=FP32, dp_mesh_dims=dims, lowering="unit")
+    assert shard_annotated(model, over, mp_policy=FP32, dp_mesh_dims=dims, lowering="unit") is model
     assert plan_of(model) == plan
     batch = torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(1))
     reference(batch).square().mean().backward()
@@ -121,7 +121,7 @@ def step5_gradients(form: str) -> float:
         }
         parallelize_module(attention, mesh["tp"], layouts)
     dims = DataParallelMeshDims(shard="dp")
-    shard_annotated(model, mesh, mp_policy=FP32, dp_mesh_dims=dims)
+    shard_annotated(model, mesh, mp_policy=FP32, dp_mesh_dims=dims, lowering="unit")
     ids = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(1))
     reference(ids).logsumexp(-1).mean().backward()
     rank = mesh.get_local_rank("dp")
@@ -146,7 +146,7 @@ def test_step5_with_two_projections_as_dtensors_has_the_unsharded_gradients(rank
 
 def messages(model: nn.Module, mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> list[str]:
     with pytest.raises(AnnotationError) as error:
-        plan_annotated(model, mesh, dp_mesh_dims=dims)
+        plan_annotated(model, mesh, dp_mesh_dims=dims, lowering="unit")
     return [str(finding) for finding in error.value.findings]
 
 
@@ -180,7 +180,10 @@ def test_resharding_dtensors_to_fewer_ranks_is_refused_by_name() -> None:
         model[0].up.weight = nn.Parameter(weight)
         fsdp_unit(model[0], reshard_after_forward=4)  # all ranks: the same as True
         dims = DataParallelMeshDims(shard="dp")
-        assert plan_annotated(model, mesh, dp_mesh_dims=dims).unit("0").reshard_after_forward is True
+        assert (
+            plan_annotated(model, mesh, dp_mesh_dims=dims, lowering="unit").unit("0").reshard_after_forward
+            is True
+        )
         fsdp_unit(model[0], reshard_after_forward=2)
         assert messages(model, mesh, dims) == [
             "AF206 error at 0: reshard_after_forward=2 with dp_mesh_dims, but FSDP2 reshards DTensors "
