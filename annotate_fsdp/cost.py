@@ -339,7 +339,8 @@ def gathered_bytes(plan: Plan, step: Step | None = None) -> list[tuple[Event, in
     gathered (the root and what is not resharded stay so from their first use to their backward's end, what
     is nested lies on top of what encloses it); the buffer of the unit that FSDP2 gathers ahead in backward;
     and the part that a unit keeps which reshards to fewer ranks. Not counted are sharded parameters,
-    gradients, and the buffer that a gather is copied out of: that is one unit more for a moment.
+    gradients, what `Plan.prefetch` gathers ahead, and the buffer that a gather is copied out of: that is one
+    unit more for a moment.
 
     Args:
         plan: what is sharded how; the modules run in the order of its `sequence`.

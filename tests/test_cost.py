@@ -456,6 +456,9 @@ LAYOUTS: dict[str, tuple[Callable[[Model], None], dict[str, Any], Step]] = {
     "frozen beginning": (frozen_beginning, {}, Step()),
     "resharding root": (resharding_root, {}, Step()),
     "checkpointed": (checkpointed, {}, RECOMPUTED),
+    "islands grouped": (as_it_is, {"lowering": "group"}, Step()),
+    "islands folded": (as_it_is, {"lowering": "fold"}, Step()),
+    "islands grouped, checkpointed": (checkpointed, {"lowering": "group"}, RECOMPUTED),
 }
 
 
@@ -538,8 +541,9 @@ def measure_layouts(
         torch.manual_seed(0)
         model = Model()
         change(model)
-        plan = plan_annotated(model, mesh, mp_policy=BF16, lowering="unit", **options)
-        shard_annotated(model, mesh, mp_policy=BF16, lowering="unit", **options)
+        options = {"mp_policy": BF16, "lowering": "unit", **options}
+        plan = plan_annotated(model, mesh, **options)
+        shard_annotated(model, mesh, **options)
         found[name] = measure(model, plan, step)
     return found
 
@@ -554,7 +558,7 @@ def hold(found: dict[str, tuple[int, int, list[int], list[int]]]) -> None:
 def test_peak_gathered_bytes_and_local_bytes_are_those_of_real_ranks(
     ranks: Pool, shape: tuple[int, ...]
 ) -> None:
-    names = list(LAYOUTS) if shape == (2,) else ["nested", "grouped", "frozen"]
+    names = list(LAYOUTS) if shape == (2,) else ["nested", "grouped", "frozen", "islands folded"]
     for found in ranks.run(measure_layouts, names, shape, world=math.prod(shape)):
         assert list(found) == names
         hold(found)
