@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -35,21 +34,8 @@ from annotate_fsdp import (
     plan_of,
     shard_annotated,
 )
-from annotate_fsdp.cost import (
-    LINKS,
-    Line,
-    Link,
-    Point,
-    Sample,
-    Seconds,
-    fit_link,
-    gathered_bytes,
-    moved_fraction,
-    padding_bytes,
-    peak_gathered_bytes,
-    plan_cost,
-    step_time,
-)
+from annotate_fsdp.cost import gathered_bytes, padding_bytes, peak_gathered_bytes, plan_cost, step_time
+from annotate_fsdp.links import LINKS, Line, Link, Point, Sample, Seconds, fit_link, moved_fraction
 
 H100X8 = LINKS["h100x8"]
 BF16 = MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)
@@ -623,30 +609,28 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def calibrate_and_measure() -> tuple[list[Sample], dict[str, list[list[float]]]]:
-    """Samples to fit, and the times of every configuration's calls in each round.
+    """Samples to fit, and in each round the time of every configuration's calls.
 
-    After each call of a configuration comes one to calibrate with, so that both meet the same noise.
+    All calls of a round, those to calibrate with and those to predict, come in a random order, the same on
+    both ranks, so that all meet the same noise: a call is slower after one that used up the processor.
     """
-    single = cycle(
-        [
-            (kind, size, runner(Collective(kind, "", "forward", float32, size // 4, 2)))
-            for size in CALIBRATED
-            for kind in ("all_gather", "reduce_scatter")
-        ]
-    )
-    plans = {name: [runner(call) for call in configured(name)] for name in CONFIGURATIONS}
+    plans = {name: list(configured(name)) for name in CONFIGURATIONS}
+    single = [Collective(k, "", "forward", float32, n // 4, 2) for k in KINDS[:2] for n in CALIBRATED]  # type: ignore[arg-type]  # kinds
+    single *= 2
+    runs = [(name, at, runner(call)) for name, calls in plans.items() for at, call in enumerate(calls)]
+    runs += [("", at, runner(call)) for at, call in enumerate(single)]
     samples: list[Sample] = []
     times: dict[str, list[list[float]]] = {name: [] for name in plans}
-    for index in range(ROUNDS + 1):
-        if index == 1:  # the first round was to warm up
-            samples.clear()
-            times = {name: [] for name in plans}
-        for name, runs in plans.items():
-            times[name].append([])
-            for run in runs:
-                times[name][-1].append(timed(run))
-                kind, size, calibrate = next(single)
-                samples.append(Sample(kind, size, 2, timed(calibrate)))  # type: ignore[arg-type]  # a kind
+    for _, _, run in runs:
+        run()  # to warm up
+    for index in range(ROUNDS):
+        for name in plans:
+            times[name].append([0.0] * len(plans[name]))
+        for name, at, run in random.Random(index).sample(runs, len(runs)):
+            if name:
+                times[name][-1][at] = timed(run)
+            else:
+                samples.append(Sample(single[at].kind, single[at].bytes, 2, timed(run)))
     return samples, times
 
 

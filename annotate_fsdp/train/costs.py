@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp import AnnotationError, Plan, plan_annotated
-from annotate_fsdp.cost import LINKS, Link, PlanCost, plan_cost
+from annotate_fsdp.cost import PlanCost, plan_cost
+from annotate_fsdp.links import LINKS, Link
 from annotate_fsdp.plan import human_bytes
 from annotate_fsdp.render import Column, fold_rows, printable, render_table
 from annotate_fsdp.train.settings import LOWERING_CHOICES, UsageError
