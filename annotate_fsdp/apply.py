@@ -81,14 +81,14 @@ def set_prefetch(tree: Tree, plan: Plan) -> None:
     for depth, order, set_modules in directions:
         ahead: list[FSDPModule] = []  # of the unit at hand: those that come next, nearest first
         for unit in reversed(order):
-            module = _fsdp_module(nodes[unit.path])
+            module = _sharded_module(nodes[unit.path])
             if ahead:
                 set_modules(module, ahead)
             if unit.members:
                 ahead = [module, *ahead][:depth]
 
 
-def _fsdp_module(node: Node) -> FSDPModule:
+def _sharded_module(node: Node) -> FSDPModule:
     """The module of a wrapper chain that is sharded."""
     module = node.module if isinstance(node.module, FSDPModule) else node.inner
     assert isinstance(module, FSDPModule)

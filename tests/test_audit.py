@@ -207,7 +207,8 @@ def test_an_option_that_does_not_exist_is_a_finding_too() -> None:
     assert [str(finding) for finding in report.errors] == [
         "AF108 error at the root module: reshard_after=True, but there is no such option. Did you mean "
         "reshard_after_forward? Write one of mp_policy, offload_policy, reshard_after_forward, "
-        "ignored_params, dp_mesh_dims, policies, lowering, merge_below, group_bytes, existing, check_ranks."
+        "ignored_params, dp_mesh_dims, policies, lowering, merge_below, group_bytes, prefetch, existing, "
+        "check_ranks."
     ]
 
 

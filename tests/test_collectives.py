@@ -25,6 +25,7 @@ from annotate_fsdp import (
     AnnotationError,
     Collective,
     Collectives,
+    Plan,
     Step,
     fsdp_unit,
     observe,
@@ -95,7 +96,7 @@ def reduce(unit: str, numel: int, ranks: int = 2) -> Collective:
 
 
 def test_the_plain_step_gathers_ahead_in_backward_and_reduces_each_unit_once() -> None:
-    plan = plan_annotated(Model(blocks=1), world_size=2, mp_policy=BF16)
+    plan = plan_annotated(Model(blocks=1), world_size=2, mp_policy=BF16, lowering="unit")
     assert plan.collectives().calls == (
         gather("", "forward", bfloat16, 8 * 5 + 4 * 5 + 4),
         gather("blocks.0", "forward", bfloat16, 6 * 5 + 6),
@@ -109,7 +110,7 @@ def test_the_plain_step_gathers_ahead_in_backward_and_reduces_each_unit_once() -
 
 
 def test_replicas_reduce_what_each_rank_has_left_of_the_gradients() -> None:
-    plan = plan_annotated(Model(blocks=1), world_size=(3, 2), mp_policy=BF16)
+    plan = plan_annotated(Model(blocks=1), world_size=(3, 2), mp_policy=BF16, lowering="unit")
     assert plan.collectives().of("blocks.0").backward.calls == (
         gather("blocks.0", "backward", bfloat16, 36),
         reduce("blocks.0", 36),
@@ -118,30 +119,34 @@ def test_replicas_reduce_what_each_rank_has_left_of_the_gradients() -> None:
 
 
 def test_without_a_mesh_nothing_is_padded_and_the_ranks_are_not_known() -> None:
-    calls = plan_annotated(Model(blocks=1), mp_policy=BF16).collectives().of("blocks.0").calls
+    calls = (
+        plan_annotated(Model(blocks=1), mp_policy=BF16, lowering="unit").collectives().of("blocks.0").calls
+    )
     assert calls[0] == gather("blocks.0", "forward", bfloat16, 30, ranks=0)
 
 
 def test_a_unit_by_itself_has_a_gradient_go_through_it() -> None:
-    plan = plan_annotated(Model().requires_grad_(False), world_size=2)
+    plan = plan_annotated(Model().requires_grad_(False), world_size=2, lowering="unit")
     assert len(plan.collectives().backward) == 0
     assert counts(plan.unit("blocks.0").collectives()) == (2, 0, 0)
-    assert counts(plan_annotated(Model(), world_size=(2, 2)).unit("blocks.0").collectives()) == (2, 1, 1)
+    assert counts(
+        plan_annotated(Model(), world_size=(2, 2), lowering="unit").unit("blocks.0").collectives()
+    ) == (2, 1, 1)
 
 
 def test_without_its_sequence_a_plan_goes_by_the_order_of_its_units() -> None:
-    plan = plan_annotated(Model(), world_size=2)
+    plan = plan_annotated(Model(), world_size=2, lowering="unit")
     expected = plan.collectives(Step(skipped=("blocks.0",)))
     for sequence in ((), plan.sequence[1:-1], ("gone", *plan.sequence)):
         assert replace(plan, sequence=sequence).collectives(Step(skipped=("blocks.0",))) == expected
 
 
 def test_one_rank_calls_nothing() -> None:
-    assert len(plan_annotated(Model(), world_size=1).collectives()) == 0
+    assert len(plan_annotated(Model(), world_size=1, lowering="unit").collectives()) == 0
 
 
 def test_sums_by_phase_and_unit_are_data() -> None:
-    collectives = plan_annotated(Model(blocks=1), world_size=2, mp_policy=BF16).collectives()
+    collectives = plan_annotated(Model(blocks=1), world_size=2, mp_policy=BF16, lowering="unit").collectives()
     assert collectives.counts() == {"all_gather": 5, "reduce_scatter": 3, "all_reduce": 0}
     assert collectives.bytes()["all_gather"] == {bfloat16: 2 * (64 + 36 + 36), float32: 4 * (6 + 6)}
     assert {unit: len(calls) for unit, calls in collectives.by_unit().items()} == {
@@ -169,11 +174,14 @@ def test_sums_by_phase_and_unit_are_data() -> None:
     ids=str,
 )
 def test_a_step_changes_what_is_gathered_and_reduced(step: Step, expected: tuple[int, ...]) -> None:
-    assert counts(plan_annotated(Model(), world_size=2, mp_policy=BF16).collectives(step)) == expected
+    assert (
+        counts(plan_annotated(Model(), world_size=2, mp_policy=BF16, lowering="unit").collectives(step))
+        == expected
+    )
 
 
 def test_two_forwards_before_one_backward_gather_twice_and_reduce_once() -> None:
-    plan = plan_annotated(Model(), world_size=2, mp_policy=BF16)
+    plan = plan_annotated(Model(), world_size=2, mp_policy=BF16, lowering="unit")
     collectives = plan.collectives(Step(order=plan.sequence * 2))
     assert counts(collectives) == (1 + 4 * 6, 7, 0)
 
@@ -182,7 +190,7 @@ def test_a_frozen_beginning_is_gathered_ahead_by_one_unit_only() -> None:
     model = Model()
     for part in (model.embed, model.blocks[0], model.blocks[1]):
         part.requires_grad_(False)
-    plan = plan_annotated(model, world_size=2, mp_policy=BF16)
+    plan = plan_annotated(model, world_size=2, mp_policy=BF16, lowering="unit")
     backward = plan.collectives().backward
     assert {unit: counts(calls) for unit, calls in backward.by_unit().items()} == {
         "blocks.1": (1, 0, 0),
@@ -193,7 +201,7 @@ def test_a_frozen_beginning_is_gathered_ahead_by_one_unit_only() -> None:
 
 
 def test_a_path_that_no_unit_has_is_an_error_that_names_the_close_one() -> None:
-    plan = plan_annotated(Model(), world_size=2)
+    plan = plan_annotated(Model(), world_size=2, lowering="unit")
     with pytest.raises(AnnotationError) as caught:
         plan.collectives(Step(skipped=("block.1",)))
     assert str(caught.value) == (
@@ -396,8 +404,8 @@ def mesh_of(case: Case) -> Any:
     return init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :])
 
 
-def sharded(case: Case) -> nn.Module:
-    model: Any = shard_annotated(case.build(), mesh_of(case), **dict(case.options))
+def sharded(case: Case, lowering: str = "unit") -> nn.Module:
+    model: Any = shard_annotated(case.build(), mesh_of(case), lowering=lowering, **dict(case.options))
     if case.step.evaluated:
         evaluate(model)
         if not case.step.gathered:
@@ -405,10 +413,16 @@ def sharded(case: Case) -> nn.Module:
     return model
 
 
-def counted_by_torch(case: Case) -> dict[str, int] | None:
+def step_after(case: Case, plan: Plan) -> Step:
+    """The case's step; what is grouped is still gathered after an evaluation."""
+    groups = tuple(unit.path for unit in plan if unit.lowering == "group") if case.step.evaluated else ()
+    return replace(case.step, gathered=(*case.step.gathered, *groups))
+
+
+def counted_by_torch(case: Case, lowering: str) -> dict[str, int] | None:
     if case.step.order is not None:
         return None  # its module tracker fails when a module runs twice
-    model = sharded(case)
+    model = sharded(case, lowering)
     with warnings.catch_warnings(), CommDebugMode() as counter:
         warnings.simplefilter("ignore")  # it makes views of all outputs, and FSDP2 warns of them
         case.run(model)
@@ -420,37 +434,58 @@ def counted_by_torch(case: Case) -> dict[str, int] | None:
     return {names[str(op).rpartition(".")[2].strip("_")]: n for op, n in counter.get_comm_counts().items()}
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, lowering: str = "unit") -> dict[str, Any]:
     """What our probe, the prediction, torch's own counter and an observation say of one step."""
     case = CASES[name]
-    model, calls = sharded(case), list[Call]()
+    model, calls = sharded(case, lowering), list[Call]()
     with CountCollectives(calls.append):
         case.run(model)
-    model = sharded(case)
+    model = sharded(case, lowering)
     with observe(model) as observation:
         case.run(model)
-    plan = plan_annotated(case.build(), mesh_of(case), **dict(case.options))
+    plan = plan_annotated(case.build(), mesh_of(case), lowering=lowering, **dict(case.options))
+    step = step_after(case, plan)
     return {
         "real": calls,
-        "predicted": plan.collectives(case.step),
-        "counted": counted_by_torch(case),
+        "predicted": plan.collectives(step),
+        "first forward": len(plan.collectives(replace(step, order=None)).forward),
+        "counted": counted_by_torch(case, lowering),
         "disagreements": observation.disagreements,
         "observed": observation.collectives,
         "planned": observation.planned_collectives,
     }
 
 
+QUICK = ("resharded", "replicated", "skipped", "not synchronized", "two forwards", "checkpointed")
+# a group's members reduce with each reentrant checkpoint by themselves, which the prediction does not follow
+LOWERED = [name for name in CASES if name != "checkpointed reentrantly"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_prediction_is_what_ranks_call(ranks: Any, name: str) -> None:
+    compare_with_ranks(ranks, name, "unit")
+
+
+@pytest.mark.parametrize("lowering", ["group", "fold"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LOWERED]
+)
+def test_the_prediction_is_what_ranks_call_when_units_are_grouped_or_folded(
+    ranks: Any, name: str, lowering: str
+) -> None:
+    compare_with_ranks(ranks, name, lowering)
+
+
+def compare_with_ranks(ranks: Any, name: str, lowering: str) -> None:
     case = CASES[name]
-    for result in ranks.run(measure, name, world=torch.Size(case.mesh).numel()):
+    for result in ranks.run(measure, name, lowering, world=torch.Size(case.mesh).numel()):
         predicted = result["predicted"]
         assert [Call(c.kind, c.dtype, c.numel, c.ranks) for c in predicted] == result["real"]
         if result["counted"] is not None:
             assert Counter(result["counted"]) == Counter(call.kind for call in result["real"])
         assert result["disagreements"] == ()
         if case.run is two_forwards:  # only the first forward is observed
-            predicted = Collectives(tuple(predicted.forward.calls[:7]))
+            predicted = Collectives(predicted.forward.calls[: result["first forward"]])
         assert result["observed"] == result["planned"] == predicted
 
 

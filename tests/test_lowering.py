@@ -28,6 +28,7 @@ from annotate_fsdp import (
 )
 from annotate_fsdp.boundary import boundary_of, cast_floats
 from annotate_fsdp.lowering import CAN_FOLD
+from annotate_fsdp.train.registry import find_model
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP32 = torch.float32
@@ -163,6 +164,31 @@ def test_groups_do_not_need_each_other_in_a_circle() -> None:
 def test_a_group_is_applied_before_the_first_parent_of_any_member() -> None:
     model = Block(a=fsdp_unit(nn.Linear(8, 8)), b=block(), c=norm())
     assert names(model) == ["a", "b.n, b.m, c", "b", "(root)"]
+
+
+@pytest.mark.parametrize(
+    ("model", "storage", "expected"),
+    [
+        ("step5", "fp32", {"unit": 533, "group": 96, "auto": 96, "fold": 95 if CAN_FOLD else 96}),
+        ("step5", "bf16", {"unit": 533, "group": 96, "auto": 96, "fold": 96}),
+        ("deepseek_v41", "fp32", {"unit": 271, "group": 91, "auto": 91, "fold": 85 if CAN_FOLD else 90}),
+        ("deepseek_v41", "bf16", {"unit": 271, "group": 91, "auto": 91, "fold": 90}),
+    ],
+)
+def test_the_released_models_have_as_many_units(model: str, storage: str, expected: dict[str, int]) -> None:
+    with torch.device("meta"):
+        released = find_model(model).build("released", storage)
+    if storage == "fp32":
+        released.float()
+    plans = {lowering: plan(released, lowering=lowering, world_size=1024) for lowering in expected}
+    assert {lowering: len(each) for lowering, each in plans.items()} == expected
+    if (model, storage) == ("step5", "bf16"):
+        assert plans["fold"] == plans["auto"]
+        whys = {island.why for island in plans["fold"].units[0].islands} if CAN_FOLD else set()
+        assert whys <= {
+            "grouped, not folded: stored in fp32 beside bf16",
+            "grouped, not folded: (root) gathers nothing of its own",
+        }
 
 
 # -- what stays ------------------------------------------------------------------------------------

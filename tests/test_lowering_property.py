@@ -187,7 +187,7 @@ def planned(case: Case) -> dict[str, Plan] | None:
         return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(CASES)
 def test_every_plan_keeps_its_promises(case: Case) -> None:
     if (plans := planned(case)) is not None:
@@ -197,7 +197,7 @@ def test_every_plan_keeps_its_promises(case: Case) -> None:
         assert len(plans["fold"]) <= len(plans["group"]) <= len(plans["unit"])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=6, deadline=None, suppress_health_check=QUIET)
 @given(CASES)
 def test_every_lowering_has_the_same_bits(ranks: Pool, case: Case) -> None:
     if planned(case) is not None:
@@ -205,7 +205,7 @@ def test_every_lowering_has_the_same_bits(ranks: Pool, case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, suppress_health_check=QUIET)
+@settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
 @given(CASES)
 def test_every_lowering_has_the_same_bits_on_many_trees(ranks: Pool, case: Case) -> None:
     if planned(case) is not None:
