@@ -106,6 +106,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="NAME", help="configuration of a reference model (tiny)")
     add("--world-size", default="1", metavar="N", help="ranks, or REPLICASxSHARDS (%(default)s)")
     _add_layout(parser)
+    add("--link", metavar="NAME", help="also say what each lowering costs there: h100x8 or loopback")
     add("--json", metavar="FILE", help="write the report to FILE as JSON")
     add("--strict", action="store_true", help="exit with 1 on warnings too")
     parser.set_defaults(run=_audit)
@@ -153,6 +154,7 @@ def _audit(arguments: argparse.Namespace) -> int:
         world_size=world_size,
         mp=arguments.mp,
         lowering=arguments.lowering,
+        link=arguments.link,
         json_file=arguments.json,
         strict=arguments.strict,
     )

@@ -110,6 +110,7 @@ def test_help_is_no_mistake(argv: list[str], capsys: pytest.CaptureFixture[str])
         ),
         ("audit step6", "there is no target 'step6'; write deepseek_v41, step5 or package.module:callable"),
         ("audit step5 --config small", "--config small: step5 offers tiny, released here"),
+        ("audit step5 --link x", "--link x: there is no such link; write h100x8 or loopback"),
         ("audit step5 --json .", "--json .: that is a directory; write the name of a file"),
         (
             "audit step5 --world-size x2",
@@ -230,3 +231,55 @@ def test_released_step5_is_audited_with_the_storage_of_its_checkpoint(
     assert max(map(len, text.splitlines())) <= 100
     plan = json.loads(report.read_text())["plan"]
     assert (plan["numel"], len(plan["units"]), plan["mesh"]) == (598_476_021_504, 533, [1, 1024])
+
+
+COSTS = """\
+communication of one step on h100x8 if nothing overlaps (an upper bound), in ms; per rank,
+padding in storage and most bytes gathered at once
+lowering  units   coll    ms/step    forward    latency  bound    padding   gathered
+-------- ------ ------ ---------- ---------- ---------- ------ ---------- ----------
+"""
+
+
+def test_link_says_what_each_lowering_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    command = f"audit {HERE}:good_model --world-size 8 --link h100x8 --json {file}"
+    assert main(command.split()) == 0
+    out = capsys.readouterr().out
+    report, _, costs = out.partition("\n\ncommunication of one step")
+    assert report.endswith("findings: none")
+    assert f"communication of one step{costs}".startswith(COSTS)
+    # Two units in a root without parameters: 6 collectives of 30 us. A gathered one has 8 padded rows of 5
+    # elements in bf16, the other one lies beside it ahead of its turn; half of what is stored is padding.
+    assert "unit          3      6       0.18       0.06       0.18      2       20 B      160 B" in out
+    assert "auto: the same plan as unit\n" in out
+    assert "latency-bound units under unit: {0-1} (2)" in out
+    cost = json.loads(file.read_text())["cost"]
+    assert cost["link"] == "h100x8"
+    assert next(iter(cost["lowerings"])) == "unit"
+    assert cost["lowerings"]["unit"]["same_as"] is None
+    assert cost["lowerings"]["auto"]["same_as"] == "unit"
+    assert cost["lowerings"]["unit"]["seconds"]["latency"] == pytest.approx(6 * 30e-6)
+
+
+def test_without_a_link_nothing_is_said_about_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    assert main(["audit", f"{HERE}:good_model", "--world-size", "8", "--json", str(file)]) == 0
+    assert "communication" not in capsys.readouterr().out
+    assert "cost" not in json.loads(file.read_text())
+
+
+def test_a_model_with_errors_has_no_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"{HERE}:wrong_model", "--world-size", "8", "--link", "loopback"]) == 1
+    assert "communication" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", ["1", "2", "8x128", "1024"])
+@pytest.mark.parametrize("config", ["tiny", "released"])
+def test_costs_of_step5_fit_the_terminal(config: str, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"audit step5 --config {config} --world-size {world} --link h100x8".split()) == 0
+    out = capsys.readouterr().out
+    assert "ms/step" in out
+    assert max(map(len, out.splitlines())) <= 100

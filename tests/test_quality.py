@@ -47,6 +47,7 @@ ORDER = [
     "observation",
     "verdict",
     "observe",
+    "links",
     "cost",
     "audit",
     "__init__",

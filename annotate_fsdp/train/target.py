@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from operator import attrgetter
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from annotate_fsdp import AnnotationError, audit
+from annotate_fsdp.train.costs import cost_lowerings, costs_to_dict, find_link, render_costs
 from annotate_fsdp.train.files import write_atomically
 from annotate_fsdp.train.registry import check_config, find_model, model_names
 from annotate_fsdp.train.settings import UsageError
@@ -25,14 +27,18 @@ def audit_target(
     world_size: int | tuple[int, int],
     mp: str,
     lowering: str,
+    link: str | None,
     json_file: str | None,
     strict: bool,
 ) -> int:
     """Print the audit of a target; return 0 if it is clean, 1 if it has errors, or with `strict` warnings.
 
+    With a link's name it also says what each lowering costs there.
+
     Raises:
-        UsageError: the target cannot be built.
+        UsageError: the target cannot be built, or there is no such link.
     """
+    found = find_link(link) if link is not None else None
     model = build_target(target, config, storage)
     compute = torch.bfloat16 if mp == "bf16" else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -42,8 +48,13 @@ def audit_target(
         print(error, file=sys.stderr)
         return 1
     print(report)
+    data = report.to_dict()
+    if found is not None and report.ok:
+        costs = cost_lowerings(model, found, world_size, policy)
+        print(f"\n{render_costs(found, costs)}")
+        data["cost"] = costs_to_dict(found, costs)
     if json_file is not None:
-        write_atomically(json_file, report.to_json())
+        write_atomically(json_file, json.dumps(data, indent=2))
     return 1 if report.errors or (strict and report.warnings) else 0
 
 
