@@ -22,8 +22,8 @@ COLUMNS = (
     Column("to unit", 7, right=True),
     Column("to floor", 8, right=True),
     Column("shard", 6, right=True),
-    Column("local", 7, right=True),
-    Column("peak", 7, right=True),
+    Column("local", 9, right=True),
+    Column("peak", 9, right=True),
 )
 
 
