@@ -1,4 +1,4 @@
-"""The command line: `annotate-fsdp audit` and `annotate-fsdp train`."""
+"""The command line: `annotate-fsdp audit`, `annotate-fsdp train` and `annotate-fsdp bench`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from annotate_fsdp.errors import AnnotationError
+from annotate_fsdp.train.bench_settings import (
+    BenchSettings,
+    bench_models,
+    check_bench,
+    layout_options,
+    parse_layouts,
+)
 from annotate_fsdp.train.settings import (
     DEFAULT_RANKS,
     IMAGE_BATCH,
@@ -62,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
     )
     _add_audit(commands.add_parser("audit", help="say what sharding a model would do, and what is wrong"))
+    _add_bench(commands.add_parser("bench", help="measure what each way of sharding a model costs"))
     return parser
 
 
@@ -112,6 +120,24 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_audit)
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    default = BenchSettings(model="")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"what to measure: {', '.join(bench_models())}")
+    add("--ranks", type=int, default=default.ranks, metavar="N", help="local ranks (%(default)s)")
+    add("--rounds", type=int, default=default.rounds, metavar="N", help="steps of each layout (%(default)s)")
+    latency = "milliseconds to wait before each collective (%(default)s)"
+    add("--latency", type=float, default=default.latency, metavar="MS", help=latency)
+    add(
+        "--layouts",
+        default=",".join(layout_options(default.layouts)),
+        metavar="LIST",
+        help="what to compare (%(default)s)",
+    )
+    add("--json", metavar="FILE", help="write the figures to FILE")
+    parser.set_defaults(run=_bench)
+
+
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mp", choices=MP_CHOICES, default="bf16", help="compute dtype (%(default)s)")
@@ -134,6 +160,23 @@ def _train(arguments: argparse.Namespace) -> int:
     check_run(settings)
     if world is not None:
         return run_here(JOB, settings.to_dict())
+    try:
+        return run_ranks(JOB, settings.to_dict(), settings.ranks)
+    except LaunchError as error:
+        print(f"annotate-fsdp: error: {error}", file=sys.stderr)
+        return EXIT_FINDINGS
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from annotate_fsdp.train.launch import LaunchError, run_ranks, torchrun_world
+
+    options = {name: value for name, value in vars(arguments).items() if name != "run"}
+    settings = BenchSettings(**{**options, "layouts": parse_layouts(arguments.layouts)})
+    check_bench(settings)
+    if torchrun_world() is not None:
+        raise UsageError("bench starts its own ranks; run it without torchrun")
+    from annotate_fsdp.train.bench import JOB
+
     try:
         return run_ranks(JOB, settings.to_dict(), settings.ranks)
     except LaunchError as error:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from annotate_fsdp.boundary import boundary_of
 from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
@@ -235,6 +235,20 @@ def is_gathered(module: nn.Module) -> bool:
     """Whether the unit of a sharded module holds its whole parameters now."""
     groups = fsdp_state(module)._fsdp_param_groups
     return bool(groups) and all(group.is_unsharded for group in groups)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes, on this rank, of the whole parameters of the units that are gathered now."""
+    states = (fsdp_state(module) for module in model.modules())
+    groups = {id(group): group for state in states if state for group in state._fsdp_param_groups}
+    whole = (
+        fsdp_param._unsharded_param
+        for group in groups.values()
+        if group.is_unsharded
+        for fsdp_param in group.fsdp_params
+    )
+    local = (value._local_tensor if isinstance(value, DTensor) else value for value in whole)
+    return sum(value.numel() * value.element_size() for value in local)
 
 
 def forwards_before(
