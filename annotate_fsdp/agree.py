@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
-from annotate_fsdp.plan import Plan, unit_facts
+from annotate_fsdp.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def check_agreement(mesh: DeviceMesh, plan: Plan | None, findings: Sequence[Find
         raise AnnotationError(everyones)
     different = [status.rank for status in statuses if status.fingerprint != statuses[0].fingerprint]
     if different:
-        facts = [unit_facts(unit) for unit in plan.units] if plan else []
+        facts = plan.facts() if plan else []
         ranks = (statuses[0].rank, different[0])
         plans = dict(gather_objects(mesh, (mine.rank, facts if mine.rank in ranks else [])))
         raise PlanMismatchError([_first_difference(ranks, plans[ranks[0]], plans[ranks[1]])])

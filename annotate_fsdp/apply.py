@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from annotate_fsdp.boundary import Boundary
 from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
-from annotate_fsdp.introspect import GatherAgain, data_parallel_mesh, place_full_mesh
+from annotate_fsdp.introspect import FreeAfterEvaluation, GatherAgain, data_parallel_mesh, place_full_mesh
 from annotate_fsdp.plan import Plan, Unit
 
 
@@ -30,7 +30,8 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         PartlyShardedError: `fully_shard` failed although every check had passed; the model is then sharded
             in part and must be built again.
     """
-    modules = {node.path: node.module for node in tree.nodes}
+    nodes = {node.path: node for node in tree.nodes}
+    modules = {path: node.module for path, node in nodes.items()}
     parameters = {held.path: held.parameter for held in tree.held}
     places = {held.path: _place(tree, held) for held in tree.held}
     meshes = _mesh_arguments(mesh, dp_mesh_dims)
@@ -56,39 +57,19 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
                 target.register_forward_hook(GatherAgain(target))
         for cast in unit.casts:
             Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
-    if any(plan.prefetch):
-        set_prefetch(tree, plan)
+    sharded = {unit.path: _sharded_module(nodes[unit.path]) for unit in plan.units}
     for unit in plan.units:
-        if unit.lowering != "kept":
-            for path, method in unit.forward_methods:
-                register_fsdp_forward_method(modules[path], method)
-
-
-def set_prefetch(tree: Tree, plan: Plan) -> None:
-    """Let each unit of a sharded model gather the next ones, `plan.prefetch` of them in each direction.
-
-    Units run in registration order: a unit is entered before those inside it and left after them, and a unit
-    of several modules is entered with its first and left with its last.
-    """
-    nodes = {node.path: node for node in tree.nodes}
-    first = {unit.paths: min(nodes[path].index for path in unit.paths) for unit in plan.units}
-    last = {unit.paths: max(nodes[path].finished for path in unit.paths) for unit in plan.units}
-    forward = sorted(plan.units, key=lambda unit: first[unit.paths])
-    backward = sorted(plan.units, key=lambda unit: last[unit.paths], reverse=True)
-    directions = zip(
-        plan.prefetch,
-        (forward, backward),
-        (FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch),
-        strict=True,
-    )
-    for depth, order, set_modules in directions:
-        ahead: list[FSDPModule] = []  # of the unit at hand: those that come next, nearest first
-        for unit in reversed(order):
-            module = _sharded_module(nodes[unit.path])
-            if ahead:
-                set_modules(module, ahead)
-            if unit.members:
-                ahead = [module, *ahead][:depth]
+        if unit.lowering == "kept":
+            continue
+        for path, method in unit.forward_methods:
+            register_fsdp_forward_method(modules[path], method)
+        forward, backward = plan.ahead[unit.path]
+        if forward:
+            sharded[unit.path].set_modules_to_forward_prefetch([sharded[path] for path in forward])
+        if backward:
+            sharded[unit.path].set_modules_to_backward_prefetch([sharded[path] for path in backward])
+    if freed := [modules[unit.path] for unit in plan.units if unit.is_freed_after_evaluation]:
+        modules[""].register_forward_hook(FreeAfterEvaluation(freed))
 
 
 def _sharded_module(node: Node) -> FSDPModule:

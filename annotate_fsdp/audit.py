@@ -15,7 +15,7 @@ from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.introspect import applied_plan, plan_of
 from annotate_fsdp.plan import Plan, dtype_name
-from annotate_fsdp.render import printable, render_findings, render_totals, render_units
+from annotate_fsdp.render import printable, render_findings, render_lowering, render_totals, render_units
 from annotate_fsdp.shard import Prepared, ShardOptions, WorldSize, check_call, prepare
 
 SCHEMA = "annotate_fsdp.audit/1"
@@ -81,6 +81,7 @@ class AuditReport:
             "",
             render_units(self.plan),
             "",
+            *([lowering, ""] if (lowering := render_lowering(self.plan)) else []),
             render_findings(self.findings),
         ]
         return "\n".join(parts)

@@ -118,9 +118,7 @@ class _Join(torch.autograd.Function):
 
 def _join_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs with all tensors that require a gradient passed through one node."""
-    tensors: list[torch.Tensor] = []
-    _collect(args, tensors)
-    _collect(kwargs, tensors)
+    tensors = grad_tensors((args, kwargs))
     if not tensors:
         return args, kwargs
     join: Any = _Join.apply
@@ -128,8 +126,15 @@ def _join_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     return _put(args, joined), _put(kwargs, joined)
 
 
+def grad_tensors(value: object) -> list[torch.Tensor]:
+    """Return the tensors that require a gradient in the containers that FSDP2 looks into for them."""
+    tensors: list[torch.Tensor] = []
+    _collect(value, tensors)
+    return tensors
+
+
 def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
-    """Append the tensors that require a gradient, in the containers that FSDP2 looks into for them."""
+    """Append the tensors that require a gradient."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             tensors.append(value)
@@ -145,20 +150,25 @@ def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _put(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` with the first of `tensors` in the places that `_collect` found, and take them away."""
+    """Return `value` with the first of `tensors` in the places that `_collect` found, and take them away.
+
+    A container that holds none of them is the same object: the module may write into it.
+    """
     if isinstance(value, torch.Tensor):
         return tensors.pop(0) if value.requires_grad else value
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{item.name: _put(getattr(value, item.name), tensors) for item in fields(value)}
-        )
+        old = {item.name: getattr(value, item.name) for item in fields(value)}
+        new = {name: _put(each, tensors) for name, each in old.items()}
+        changes = {name: each for name, each in new.items() if each is not old[name]}
+        return replace(value, **changes) if changes else value
     if isinstance(value, dict):
-        made = value.__class__() if isinstance(value, OrderedDict) else {}
-        for key, each in value.items():
-            made[key] = _put(each, tensors)
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[_put(each, tensors) for each in value])
+        made = {key: _put(each, tensors) for key, each in value.items()}
+        if all(each is value[key] for key, each in made.items()):
+            return value
+        return made if type(value) is dict else type(value)(made)
     if isinstance(value, list | tuple):
-        return type(value)([_put(each, tensors) for each in value])
+        items = [_put(each, tensors) for each in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -74,7 +74,7 @@ def check_forward_defined(facts: Facts) -> Iterator[Finding]:
     for unit in facts.planned:
         for path in unit.paths:
             node = nodes[path]
-            if has_forward(node) or (path == "" and not unit.members and not _is_bare_list(node)):
+            if node.has_forward or (path == "" and not unit.members and not _is_bare_list(node)):
                 continue
             yield Finding(
                 "AF201",
@@ -86,13 +86,6 @@ def check_forward_defined(facts: Facts) -> Iterator[Finding]:
                 if path
                 else "Shard the module that calls it",
             )
-
-
-def has_forward(node: Node) -> bool:
-    """Whether calling the module runs code of its own, or a method is marked as entry point."""
-    cls = original_class(node.inner)
-    own = vars(node.inner).get("forward") is not None
-    return own or getattr(cls, "forward", None) is not nn.Module.forward or bool(node.entry_points)
 
 
 def _is_bare_list(node: Node) -> bool:

@@ -69,6 +69,13 @@ class Node:
         """Name of its class as the author wrote it."""
         return original_class(self.inner).__name__
 
+    @property
+    def has_forward(self) -> bool:
+        """Whether calling it runs code of its own, or a method is marked as entry point."""
+        own = vars(self.inner).get("forward") is not None
+        of_class = getattr(original_class(self.inner), "forward", None)
+        return own or of_class is not nn.Module.forward or bool(self.entry_points)
+
 
 @dataclass(eq=False)
 class Held:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from annotate_fsdp.collectives import Collective, Collectives, Kind, Phase, Step
-from annotate_fsdp.events import Event, events_of
+from annotate_fsdp.events import Event
 from annotate_fsdp.links import Link, Seconds
 from annotate_fsdp.plan import Plan
-from annotate_fsdp.schedule import Schedule
-from annotate_fsdp.traffic import Beginning
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 
@@ -95,28 +93,21 @@ def gathered_bytes(plan: Plan, step: Step | None = None) -> list[tuple[Event, in
 
     Counted are, padding included and in the dtype they compute in: the parameters of the units that are
     gathered (the root and what is not resharded stay so from their first use to their backward's end, what
-    is nested lies on top of what encloses it); the buffer of the unit that FSDP2 gathers ahead in backward;
-    and the part that a unit keeps which reshards to fewer ranks. Not counted are sharded parameters,
-    gradients, what `Plan.prefetch` gathers ahead, and the buffer that a gather is copied out of: that is one
-    unit more for a moment.
+    is nested lies on top of what encloses it); the buffers of units that are gathered ahead; and the part
+    that a unit keeps which reshards to fewer ranks. Not counted are sharded parameters, gradients, and the
+    buffer that a gather is copied out of: that is one unit more for a moment.
 
     Args:
         plan: what is sharded how; the modules run in the order of its `sequence`.
         step: how the step differs from the plain one, such as `recomputed` by activation checkpointing.
     """
-    step = step or Step()
-    traffic = plan.traffic()
-    sequence = plan.sequence or tuple(path for unit in plan.units for path in unit.paths)
     sizes = {unit.path: unit.gathered_bytes() for unit in plan.units}
-    schedule = Schedule(traffic, Beginning(step.gathered))
-    if step.evaluated:
-        before = replace(step, backward=False)
-        schedule.evaluate(events_of(traffic, sequence, plan.registered, before), step.gathered)
+    schedule, events = plan.schedule(step)
     units = [(unit, sizes[unit.traffic.paths[0]], int(unit.traffic.reshard)) for unit in schedule.units]
     found: list[tuple[Event, int]] = []
 
     def watched() -> Iterator[Event]:
-        for event in events_of(traffic, sequence, plan.registered, step):
+        for event in events:
             yield event  # the schedule takes the next one when it is done with this one
             if event.kind in ("enter", "output"):
                 held = sum(size for unit, size, _ in units if unit.holders == "all" or unit.is_pending)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
 
-from annotate_fsdp.boundary import boundary_of
+from annotate_fsdp.boundary import boundary_of, grad_tensors
 from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
@@ -93,12 +93,37 @@ class GatherAgain:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.state = fsdp_state(module)
+        self.module = module
 
     @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
-    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
-        """Watch the gradient of `output`."""
-        return output if is_bw() else self.state._register_pre_backward_hook(output)
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        """Watch the gradients of `output`."""
+        if torch.is_grad_enabled() and not is_bw():
+            for tensor in grad_tensors(output):
+                tensor.register_hook(self._gather)
+
+    def _gather(self, gradient: torch.Tensor) -> torch.Tensor:
+        if not is_gathered(self.module):
+            fsdp_state(self.module)._pre_backward(gradient)
+        return gradient
+
+
+class FreeAfterEvaluation:
+    """A forward hook that frees units once a forward without gradients has ended.
+
+    What stays gathered would be used again by the next forward, although the optimizer may have changed the
+    shards since.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = tuple(module for module in modules if isinstance(module, FSDPModule))
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        """Free them, if no backward can follow."""
+        if not torch.is_grad_enabled():
+            for each in self.modules:
+                each.reshard()
 
 
 def gathers_again(module: nn.Module) -> bool:

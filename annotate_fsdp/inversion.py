@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from annotate_fsdp.collect import Node, Tree, original_class
+from annotate_fsdp.collect import Node, Tree
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.plan import Cast, ParamInfo, Plan, Unit, dtype_name, order_units
 from annotate_fsdp.planner import Site
@@ -110,7 +109,7 @@ class Inverter:
         """The outermost module inside the unit's that holds the parameter and whose forward runs."""
         found, node, around = None, self.owners[parameter.path], self.nodes[unit.path]
         while node is not around:
-            if getattr(original_class(node.inner), "forward", None) is not nn.Module.forward:
+            if node.has_forward:
                 found = node
             node = self.tree.nodes[node.parents[0]]
         return found
@@ -152,7 +151,9 @@ def _inner(unit: Unit, policy: MixedPrecisionPolicy, nodes: list[Node], inside: 
         why=f"what lies inside {unit.name}, in {_compute(unit, inside)}",
         parameters=tuple(inside),
         excluded=unit.excluded,
+        forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),
         gathers_again=len(nodes) > 1,
+        is_freed_after_evaluation=len(nodes) > 1,
     )
 
 

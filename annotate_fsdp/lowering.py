@@ -273,6 +273,7 @@ class _Lowering:
             excluded=tuple(path for path in excluded if path not in owned),
             islands=tuple(islands),
             gathers_again=True,
+            is_freed_after_evaluation=True,
         )
 
     def _why_grouped(self, unit: Unit) -> str:

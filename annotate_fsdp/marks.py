@@ -158,10 +158,10 @@ def _impossible_options(spec: UnitSpec) -> Iterator[tuple[str, object, str, str]
     if spec.group is not None and (not isinstance(spec.group, str) or not spec.group):
         yield "group", spec.group, "a group is a non-empty name", 'Write group="norms"'
     pairs = spec.param_dtypes
-    if not isinstance(pairs, tuple) or not all(isinstance(n, str) and is_float_dtype(d) for n, d in pairs):
+    if not isinstance(pairs, tuple) or not all(map(_is_name_and_dtype, pairs)):
         yield (
             "param_dtypes",
-            dict(pairs) if isinstance(pairs, tuple) else pairs,
+            pairs,
             "it is no dict of parameter names to floating-point dtypes",
             'Write param_dtypes={"A_log": torch.float32}',
         )
@@ -174,6 +174,10 @@ def _impossible_options(spec: UnitSpec) -> Iterator[tuple[str, object, str, str]
                     "a MixedPrecisionPolicy is taken verbatim",
                     "Put the dtype into the MixedPrecisionPolicy, or name a policy instead",
                 )
+
+
+def _is_name_and_dtype(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and is_float_dtype(pair[1])
 
 
 @overload

@@ -156,6 +156,9 @@ class Unit:
       share one; see `Cast`.
     - gathers_again: whether the backward of each of several modules gathers what was freed meanwhile, as
       our hooks see to.
+    - is_freed_after_evaluation: whether our hook on the root frees it after a forward without gradients. A
+      unit that nobody asked to keep would otherwise run the next forward with the weights of before an
+      optimizer step between the two.
     - islands: what the marks meant that was grouped or folded into this unit; see `Island`.
     """
 
@@ -176,6 +179,7 @@ class Unit:
     forward_methods: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     islands: tuple[Island, ...] = field(default=(), compare=False)
     gathers_again: bool = field(default=False, compare=False)
+    is_freed_after_evaluation: bool = field(default=False, compare=False)
 
     @property
     def path(self) -> str:
@@ -191,7 +195,8 @@ class Unit:
         words = ", ".join(f"{name}={value}" for name, value in policy_to_dict(self.policy).items())
         return (
             f"{self.name} [{', '.join(self.class_names)}]: {len(self.members)} parameters, {words}, "
-            f"reshard_after_forward={self.reshard_after_forward} ({self.lowering}; {self.provenance})"
+            f"reshard_after_forward={self.reshard_after_forward} "
+            f"({'; '.join(filter(None, (self.lowering, self.provenance, self.why)))})"
         )
 
     @property
@@ -403,6 +408,15 @@ class Plan:
         Raises:
             AnnotationError: `step` names a path that is no unit's module.
         """
+        schedule, events = self.schedule(step)
+        return schedule.play(events)
+
+    def schedule(self, step: Step | None = None) -> tuple[Schedule, Iterable[Event]]:
+        """Return FSDP2's hooks at the beginning of a step, and what will happen in it; as `collectives`.
+
+        Raises:
+            AnnotationError: `step` names a path that is no unit's module.
+        """
         step = step or Step()
         traffic = self.traffic()
         events = events_of(traffic, self._sequence, self.registered, step)
@@ -411,13 +425,38 @@ class Plan:
         if step.evaluated:
             evaluation = replace(step, backward=False)
             schedule.evaluate(events_of(traffic, self._sequence, self.registered, evaluation), step.gathered)
-        return schedule.play(events)
+        return schedule, events
+
+    @cached_property
+    def ahead(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """What each unit gathers ahead in forward and in backward, by `Unit.path`, nearest first.
+
+        Units run in registration order: a unit is entered before those inside it and left after them, and
+        one of several modules is entered with its first and left with its last.
+        """
+        entered = outermost_first(self._sequence)
+        left = {path: position for position, path in enumerate(self._sequence)}
+        forward = sorted(self.units, key=lambda unit: min(entered[path] for path in unit.paths))
+        backward = sorted(self.units, key=lambda unit: -max(left[path] for path in unit.paths))
+        found = []
+        for order, depth in zip((forward, backward), self.prefetch, strict=True):
+            gathering = [unit.path for unit in order if unit.members]
+            after = 0  # position in `gathering` of what comes after the unit at hand
+            of_unit = {}
+            for unit in order:
+                after += bool(unit.members)
+                of_unit[unit.path] = tuple(gathering[after : after + depth])
+            found.append(of_unit)
+        return {unit.path: (found[0][unit.path], found[1][unit.path]) for unit in self.units}
 
     def traffic(self, mesh: MeshSpec | None = None) -> list[Traffic]:
         """Return what its units send, on `mesh` if they were planned without one; outer units first."""
         found = outermost_first(self._sequence)
         units = sorted(self.units, key=lambda unit: min(found[path] for path in unit.paths))
-        return [unit.traffic(mesh) for unit in units]
+        traffic = [unit.traffic(mesh) for unit in units]
+        if not any(self.prefetch):
+            return traffic
+        return [replace(each, ahead=self.ahead[each.paths[0]]) for each in traffic]
 
     @cached_property
     def _sequence(self) -> tuple[str, ...]:
@@ -464,9 +503,13 @@ class Plan:
             ],
         }
 
+    def facts(self) -> list[dict[str, str]]:
+        """Return what every rank must hold in common, as text by name: of the plan, then of each unit."""
+        return [{"modules": "", "prefetch": str(self.prefetch)}, *map(unit_facts, self.units)]
+
     def fingerprint(self) -> str:
-        """Return a SHA-256 of the layout and of every parameter's shape, storage dtype and grad flag."""
-        text = json.dumps([unit_facts(unit) for unit in self.units], sort_keys=True)
+        """Return a SHA-256 of `facts`: the layout, and every parameter's shape, dtype and grad flag."""
+        text = json.dumps(self.facts(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

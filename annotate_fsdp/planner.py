@@ -620,6 +620,7 @@ class Planner:
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
             param_dtypes=tuple(self._param_dtypes(draft)),
             gathers_again=len(nodes) > 1,
+            is_freed_after_evaluation=draft.nodes == [0] and not self.options.is_part and not draft.reshard,
             class_names=tuple(node.class_name for node in nodes),
             provenance=draft.provenance,
             why=draft.why,

@@ -15,6 +15,7 @@ from annotate_fsdp.errors import Finding
 from annotate_fsdp.plan import Plan, Unit, dtype_name, human_bytes
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
+_NUMBERED_PATH = re.compile(r"(?<=\.)\d+(?=[.:])")  # the same within a sentence
 _ANY_NUMBER = re.compile(r"\d+")
 
 
@@ -48,8 +49,32 @@ def render_units(plan: Plan) -> str:
     calls = plan.collectives().by_unit()
     return render_table(
         UNIT_COLUMNS,
-        fold_rows((unit.name, _cells(unit, len(calls.get(unit.path, ())))) for unit in plan.units),
+        fold_rows((unit_label(unit), _cells(unit, len(calls.get(unit.path, ())))) for unit in plan.units),
     )
+
+
+def unit_label(unit: Unit) -> str:
+    """Return the paths of a unit's modules, those that differ by numbers only as one."""
+    alike: dict[str, list[str]] = {}
+    for path in unit.paths:
+        alike.setdefault(_NUMBER.sub("*", path), []).append(path or "(root)")
+    return ", ".join(_fold_paths(paths) for paths in alike.values())
+
+
+def render_lowering(plan: Plan) -> str:
+    """Return why each island is grouped, folded or a unit of its own; "" if there is nothing to say."""
+    reasons = [(island.path, island.why) for unit in plan.units for island in unit.islands]
+    reasons += [(unit.name, unit.why) for unit in plan.units if unit.why.startswith("own unit:")]
+    rows = fold_rows((path, (_NUMBERED_PATH.sub("*", why),)) for path, why in reasons)
+    lines = [f"{count} {why}: {paths}" for paths, count, why in rows]
+    wrapped = [
+        line
+        for text in lines
+        for line in textwrap.wrap(
+            printable(text), 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False
+        )
+    ]
+    return "\n".join(["lowering", *wrapped]) if wrapped else ""
 
 
 def fold_rows(rows: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
@@ -96,7 +121,9 @@ def render_totals(plan: Plan) -> str:
     ]
     largest = max(plan.units, key=Unit.gathered_bytes, default=None)
     if largest is not None and largest.members:
-        lines.append(f"largest gathered unit: {largest.name} with {human_bytes(largest.gathered_bytes())}")
+        lines.append(
+            f"largest gathered unit: {unit_label(largest)} with {human_bytes(largest.gathered_bytes())}"
+        )
     return "\n".join(line for text in lines for line in textwrap.wrap(printable(text), 100))
 
 

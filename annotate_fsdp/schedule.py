@@ -60,6 +60,7 @@ class Schedule:
             if path in self.at:
                 self.at[path].indices = list(indices)
         self.on_output: dict[int, list[_Unit]] = {}
+        self.on_member: dict[int, list[_Unit]] = {}  # of several modules, each watched by `GatherAgain`
         self.on_input: dict[int, list[_Unit]] = {}
         self.phase: Phase = "forward"
         self.is_ending = False  # whether a callback at the end of backward is queued
@@ -92,6 +93,9 @@ class Schedule:
         elif event.run is not None and event.kind == "output":
             for waiting in self.on_output.get(event.run, ()):
                 self._before_backward(waiting)
+            for waiting in self.on_member.get(event.run, ()):
+                if waiting.holders != "all":
+                    self._before_backward(waiting)
         elif event.run is not None:
             for waiting in self.on_input.get(event.run, ()):
                 self._after_backward(waiting)
@@ -105,13 +109,16 @@ class Schedule:
             self._gather(unit)
             self._take_up(unit)
             return
-        if unit.hook != "forward" and self.root is None:
+        is_entered = unit.hook != "forward"
+        if is_entered and self.root is None:
             self.root = unit
         unit.hook = "forward"
         is_first = unit.training != "forward"
         unit.training = "forward"
         self._gather(unit)
         self._take_up(unit)
+        if is_entered:
+            self._gather_ahead(unit.traffic.ahead[0])
         if is_first and event.tracked and event.run is not None and unit.traffic.members:
             self.on_input.setdefault(event.run, []).append(unit)
 
@@ -119,7 +126,7 @@ class Schedule:
         if len(unit.traffic.paths) > 1:
             watched = unit.traffic.gathers_again and event.phase == "forward" and event.tracked
             if watched and event.run is not None:
-                self.on_output.setdefault(event.run, []).append(unit)
+                self.on_member.setdefault(event.run, []).append(unit)
             if event.path not in unit.waiting:
                 return
             unit.waiting.remove(event.path)
@@ -152,14 +159,15 @@ class Schedule:
     def _before_backward(self, unit: _Unit) -> None:
         unit.hook = "backward"
         self.is_ending = True
-        if not unit.traffic.members or unit.training == "backward":
-            return
-        unit.training = "backward"
-        self._gather(unit)
-        self._take_up(unit)
-        index = unit.indices.pop() if unit.indices else 0
-        if index > 0 and (before := self.finished[index - 1]) is not None:
-            self._gather(before)
+        ahead = unit.traffic.ahead[1]
+        if unit.traffic.members and unit.training != "backward":
+            unit.training = "backward"
+            self._gather(unit)
+            self._take_up(unit)
+            index = unit.indices.pop() if unit.indices and not ahead else 0
+            if index > 0 and (before := self.finished[index - 1]) is not None:
+                self._gather(before)
+        self._gather_ahead(ahead)
 
     def _after_backward(self, unit: _Unit) -> None:
         unit.training = "done"
@@ -200,6 +208,10 @@ class Schedule:
         if ranks != 1:
             dtype, numel = unit.traffic.gathered
             self._call("all_gather", unit, dtype, numel, ranks)
+
+    def _gather_ahead(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self._gather(self.at[path])
 
     def _take_up(self, unit: _Unit) -> None:
         if unit.is_pending:

@@ -49,8 +49,9 @@ class ShardOptions(TypedDict, total=False):
     - policies: names that marks may use, to a policy, dtype or callable.
     - lowering: `"auto"` (group what is small), `"group"`, `"fold"` (fold what may be folded, group what is
       left; torch >= 2.15) or `"unit"` (each tagged module its own call); see `lowering.lower_plan`.
-    - merge_below: gathered bytes up to which a unit is small enough to be grouped or folded; 4 MiB.
-    - group_bytes: gathered bytes that one group holds at most; more makes further groups; 32 MiB.
+    - merge_below: bytes in the compute dtype, without padding, up to which a unit is small enough to be
+      grouped or folded; 4 MiB.
+    - group_bytes: such bytes that one group holds at most; more makes further groups; 32 MiB.
     - prefetch: (forward depth, backward depth): how many units ahead each unit gathers, in the order in which
       the units run, nested ones included; 0 is what FSDP2 does by itself (none in forward beyond what its
       streams overlap, one in backward). Each costs the memory of a gathered unit.

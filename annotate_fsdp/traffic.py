@@ -34,7 +34,8 @@ class Traffic:
     - shard, replicate: ranks that shard and that replicate; 0 if that is not known, and `replicate` is
       None where nothing is replicated.
     - reduce_dtype: that gradients are sent in; None for their own.
-    - gathers_again: whether the backward of each module gathers, not only that of the last.
+    - gathers_again: whether the backward of each module gathers what was freed, not only that of the last.
+    - ahead: the units, by their first module, that it gathers ahead in forward and in backward.
     """
 
     paths: tuple[str, ...]
@@ -44,6 +45,7 @@ class Traffic:
     replicate: int | None
     reduce_dtype: torch.dtype | None
     gathers_again: bool = False
+    ahead: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @cached_property
     def gathered(self) -> tuple[torch.dtype, int]:

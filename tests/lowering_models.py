@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from annotate_fsdp import fsdp_unit
 
@@ -18,9 +19,9 @@ class Case:
     """One training run, as data: the same under every lowering.
 
     - form: how the islands say fp32: `"casts itself"`, `"default"` or `"output"` (`output_dtype=float32`).
-    - checkpointing: `"none"`, `"block"` or `"sub-block"`.
+    - checkpointing: `"none"`, `"block"`, `"sub-block"` or `"reentrant"` (blocks).
     - schedule: `"plain"`, `"accumulate"` (3 microbatches), `"two forwards"` before one backward, or
-      `"evaluate"` between steps.
+      `"evaluate"` before each step, or `"evaluate late"`, between backward and the optimizer's step.
     - member: what the member that runs last does: `"used"`, `"no_grad"`, `"detached"`, `"unused"`, or
       `"skipped"` (a block with its members does not run on any rank in two of the steps).
     - frozen: whether some of the islands are frozen.
@@ -96,10 +97,17 @@ class Block(nn.Module):
         self.between = island(form)
         self.mlp = Sub(form)
         self.is_on = True
+        self.is_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_on:
             return x * 1
+        if self.is_reentrant:
+            return checkpoint(self.run, x, use_reentrant=True)
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        """The block itself."""
         x = x + self.attention(self.before(x).to(x.dtype))
         return x + self.mlp(self.between(x).to(x.dtype))
 
@@ -146,7 +154,10 @@ def islands(case: Case) -> Islands:
     if case.frozen:
         for norm in norms[::3]:
             norm.requires_grad_(False)
-    if case.checkpointing == "block":
+    if case.checkpointing == "reentrant":
+        for layer in model.layers:
+            layer.is_reentrant = True
+    elif case.checkpointing == "block":
         for index, layer in enumerate(model.layers):
             model.layers[index] = checkpoint_wrapper(layer)
     elif case.checkpointing == "sub-block":

@@ -238,3 +238,16 @@ def test_a_fake_process_group_is_not_asked() -> None:
         assert isinstance(
             shard_annotated(blocks(), init_device_mesh("cpu", (8,)))[0].linear.weight.data, DTensor
         )
+
+
+def gather_differently_ahead() -> str:
+    try:
+        shard_annotated(blocks(), init_device_mesh("cpu", (2,)), prefetch=(0, dist.get_rank()))
+    except PlanMismatchError as error:
+        return str(error.findings[0])
+    return ""
+
+
+def test_ranks_that_would_gather_ahead_differently_are_told_so(ranks: Pool) -> None:
+    for message in ranks.run(gather_differently_ahead):
+        assert "prefetch is '(0, 0)' on rank 0, but '(0, 1)' on rank 1" in message

@@ -384,13 +384,23 @@ CASES = {
     "skipped": Case(Skipping, Step(skipped=("blocks.1",))),
     "detached": Case(Detaching, Step(without_gradient=("blocks.1",))),
     "repeated": Case(Repeating, Step(order=(*PLAIN[:4], *PLAIN[2:]))),
-    "evaluated, then trained": Case(Model, Step(evaluated=True, gathered=("",))),
+    "evaluated, then trained": Case(Model, Step(evaluated=True)),
     "evaluated, freed, then trained": Case(OnlyBlocks, Step(evaluated=True)),
     "evaluated": Case(Model, Step(backward=False), evaluate),
     "not synchronized": Case(Model, Step(synchronizes=False), accumulate),
     "two forwards": Case(Model, Step(order=PLAIN * 2), two_forwards),
     "wrapped": Case(wrapped, Step(recomputed=BLOCKS)),
     "checkpointed": Case(Checkpointing, Step(recomputed=BLOCKS)),
+    "gathered ahead": Case(Model, options=(("mp_policy", BF16), ("prefetch", (1, 2)))),
+    "gathered ahead, one detached": Case(
+        Detaching, Step(without_gradient=("blocks.1",)), options=(("mp_policy", BF16), ("prefetch", (2, 3)))
+    ),
+    "gathered ahead, two forwards": Case(
+        Model,
+        Step(order=PLAIN * 2),
+        two_forwards,
+        options=(("mp_policy", BF16), ("prefetch", (2, 1))),
+    ),
     "checkpointed reentrantly": Case(Reentrant, Step(recomputed=BLOCKS)),
     "checkpointed twice": Case(Checkpointing, Step(recomputed=BLOCKS, order=PLAIN * 2), two_forwards),
     "checkpointed, part of it detached": Case(
@@ -414,10 +424,9 @@ def sharded(case: Case, lowering: str = "unit") -> nn.Module:
 
 
 def step_after(case: Case, plan: Plan) -> Step:
-    """The case's step in the plan's units; what is grouped is still gathered after an evaluation."""
+    """The case's step in the plan's units."""
     order = case.step.order and tuple(path for path in case.step.order if path in plan.sequence)
-    groups = tuple(unit.path for unit in plan if unit.lowering == "group") if case.step.evaluated else ()
-    return replace(case.step, order=order, gathered=(*case.step.gathered, *groups))
+    return replace(case.step, order=order)
 
 
 def counted_by_torch(case: Case, lowering: str) -> dict[str, int] | None:

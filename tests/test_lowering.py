@@ -468,6 +468,57 @@ def test_casts_reach_into_the_containers_that_torch_looks_into() -> None:
         assert type(found) is type(expected)
 
 
+class Writing(nn.Module):
+    """Writes into a list that its caller holds, as layers do into a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, cache: list[Tensor], **named: Any) -> Tensor:
+        cache.append(x.detach())
+        named["more"]["seen"] = len(cache)
+        return (x.float() * self.weight).to(x.dtype)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name in ("a", "b"):
+            self.add_module(name, fsdp_unit(Writing(), policy="fp32", casts_itself=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache: list[Tensor] = []
+        self.more: dict[str, int] = {}
+        x = self.linear(x)
+        for part in (self.a, self.b):
+            x = part(x, self.cache, more=self.more)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("lowering", ["unit", "group", "fold"])
+def test_what_a_module_writes_into_is_the_callers_own(fake_world: Any, lowering: str) -> None:
+    fake_world(2)
+    model = Caching()
+    shard_annotated(model, init_device_mesh("cpu", (2,)), mp_policy=BF16, lowering=lowering)
+    model(torch.ones(2, 8))
+    assert (len(model.cache), model.more) == (2, {"seen": 2})
+
+
+def test_the_audit_says_why_and_folds_paths_that_differ_by_numbers() -> None:
+    model = nn.Sequential(*[block() for _ in range(3)], norm(2**20), nn.Linear(8, 8))
+    text = str(audit(model, world_size=2, mp_policy=BF16, lowering="group"))
+    table, _, reasons = text.partition("\nlowering\n")
+    assert "\n{0-2}.n, {0-2}.m " in table
+    assert reasons.splitlines()[:3] == [
+        "  3 grouped: 64 B: {0-2}.n",
+        "  3 grouped: 64 B: {0-2}.m",
+        "  1 own unit: 8 MiB: 3",
+    ]
+    assert "\nlowering\n" not in str(audit(model, world_size=2, mp_policy=BF16, lowering="unit"))
+
+
 # -- prefetch --------------------------------------------------------------------------------------
 
 

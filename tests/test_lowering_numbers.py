@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -139,6 +140,9 @@ def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
             losses = [loss.item()]
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if case.schedule == "evaluate late":
+            with torch.no_grad():
+                model(torch.zeros(2, 8, dtype=torch.long))
         optimizer.step()
         optimizer.zero_grad()
         record.append((losses, norm.full_tensor().item(), grads))
@@ -226,6 +230,8 @@ QUICK = [
     Case(storage="bf16", form="output", frozen=True, schedule="accumulate"),
 ]
 REFERENCE = [
+    Case(checkpointing="reentrant"),
+    Case(checkpointing="reentrant", schedule="two forwards", member="no_grad"),
     Case("step5", schedule="accumulate"),
     Case("step5", storage="bf16", checkpointing="block", mesh="2x2"),
     Case("deepseek_v41", storage="bf16", form="images", checkpointing="block"),
@@ -245,6 +251,20 @@ def check(ranks: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_every_lowering_has_the_numbers_of_one_unit_for_each_mark(ranks: Pool, case: Case) -> None:
     check(ranks, case)
+
+
+def with_and_without_evaluation(lowering: str) -> str:
+    """The difference that an evaluation between backward and the optimizer's step makes to training."""
+    case = Case(form="default")
+    plain, _ = train_case(case, lowering)
+    evaluated, _ = train_case(replace(case, schedule="evaluate late"), lowering)
+    return difference(plain, evaluated)
+
+
+@pytest.mark.parametrize("lowering", ["unit", "group", "fold"])
+def test_an_evaluation_before_the_optimizers_step_changes_nothing(ranks: Pool, lowering: str) -> None:
+    """FSDP2 itself keeps what it gathered for the root, and would train on with weights of the past."""
+    assert ranks.run(with_and_without_evaluation, lowering) == ["", ""]
 
 
 @pytest.mark.slow

@@ -164,7 +164,52 @@ def test_an_entry_point_besides_forward_is_refused_where_the_unit_is_turned_insi
     assert "but it has @fsdp_forward methods" in only
 
 
-@pytest.mark.parametrize("wrong", [{"A_log": torch.int32}, {1: FP32}, "A_log", ["A_log"], {"A_log": "fp32"}])
+class Gate(nn.Linear):
+    """A projection with another entry point, which its parent calls."""
+
+    @fsdp_forward
+    def gate(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self(x))
+
+
+class Gated(Mixer):
+    """Calls the entry point of a module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = Gate(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(self.A_log.dtype)
+        return (self.inputs.gate(x).float() * self.A_log.float()).to(x.dtype) + self.rest[0](x)
+
+
+def gate_gradients() -> bool:
+    model = Model("bf16")
+    model.mixers[0] = fsdp_unit(Gated().bfloat16(), param_dtypes={"A_log": FP32})
+    model.mixers[0].A_log.data = model.mixers[0].A_log.data.float()
+    shard_annotated(model, init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=BF16)
+    model(torch.zeros(2, 4, dtype=torch.long)).backward()
+    return all(parameter.grad is not None for parameter in model.mixers[0].parameters())
+
+
+def test_an_entry_point_inside_a_unit_turned_inside_out_gathers(ranks: Pool) -> None:
+    assert ranks.run(gate_gradients) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"A_log": torch.int32},
+        {1: FP32},
+        "A_log",
+        ["A_log"],
+        {"A_log": "fp32"},
+        ("A_log",),
+        (1, 2),
+        ((1, 2, 3),),
+    ],
+)
 def test_a_value_that_is_no_dict_of_dtypes_is_refused_by_the_mark(wrong: Any) -> None:
     with pytest.raises(AnnotationError, match=r"param_dtypes=.*but it is no dict of parameter names"):
         fsdp_unit(nn.Linear(2, 2), param_dtypes=wrong)
