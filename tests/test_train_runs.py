@@ -126,11 +126,11 @@ def test_default_run_brings_the_held_out_loss_below_three(tmp_path: Path) -> Non
     assert 5.4 < figures["held_out_loss_before"] < 5.7
     assert figures["held_out_loss"] < 2.8
     assert len(figures["losses"]) == figures["settings"]["steps"]
-    assert figures["units"] == 30
+    assert figures["units"] == 8
     assert figures["observation"]
     assert set(figures["collectives_per_step"]) >= {"all_gather", "reduce_scatter"}
     assert figures["seconds"] > 0
-    assert done.stdout.splitlines()[-1].startswith("observed step: agrees with the plan (30 units; ")
+    assert done.stdout.splitlines()[-1].startswith("observed step: agrees with the plan (8 units; ")
 
 
 @pytest.mark.slow
