@@ -54,7 +54,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         done.append(unit.name)
         if unit.gathers_again:
             for target in targets:
-                target.register_forward_hook(GatherAgain(target))
+                GatherAgain(target).install()
         for cast in unit.casts:
             Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
     sharded = {unit.path: _sharded_module(nodes[unit.path]) for unit in plan.units}

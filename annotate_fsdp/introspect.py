@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     ShardPlacementResult,
+    TrainingState,
     _dynamo_disable,
     is_bw,
 )
@@ -89,11 +90,25 @@ class GatherAgain:
     """A forward hook that lets the backward of each module of a unit gather it, if it was freed meanwhile.
 
     FSDP2 does so for the module that runs last only. If its output gets no gradient, a second backward reads
-    memory that the first one has freed.
+    memory that the first one has freed, and reentrant checkpointing reduces the whole unit after each
+    recomputed part of it: sums of other summands, which are rounded otherwise.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def install(self) -> None:
+        """Put the hooks on the module, before FSDP2's own where it enters."""
+        self.module.register_forward_pre_hook(self.before, prepend=True)
+        self.module.register_forward_hook(self)
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def before(self, module: nn.Module, args: object) -> None:
+        """In a recomputation, leave the reduction to the end of the backward."""
+        if is_bw():
+            for group in fsdp_state(self.module)._fsdp_param_groups:
+                if group._training_state is not TrainingState.PRE_BACKWARD:
+                    group._training_state = TrainingState.FORWARD  # as if another module had entered first
 
     @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
     def __call__(self, module: nn.Module, args: object, output: object) -> None:

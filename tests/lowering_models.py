@@ -100,8 +100,6 @@ class Block(nn.Module):
         self.is_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_on:
-            return x * 1
         if self.is_reentrant:
             return checkpoint(self.run, x, use_reentrant=True)
         return self.run(x)
@@ -127,7 +125,7 @@ class Islands(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x) if layer.is_on else x
         x = self.norm(x).to(x.dtype)
         loss = self.head(x).float().logsumexp(-1).mean()
         if self.member == "used":

@@ -467,11 +467,8 @@ def measure(name: str, lowering: str = "unit") -> dict[str, Any]:
 
 
 QUICK = ("resharded", "replicated", "skipped", "not synchronized", "two forwards", "checkpointed")
-# a group's members reduce with each reentrant checkpoint by themselves, which the prediction does not follow
 # a folded module is no unit, so that a step cannot say what happens to it alone
-LOWERED = [
-    name for name in CASES if name not in ("checkpointed reentrantly", "checkpointed, part of it detached")
-]
+LOWERED = [name for name in CASES if name != "checkpointed, part of it detached"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from annotate_fsdp import Plan, plan_annotated, plan_of, shard_annotated
+from annotate_fsdp import Plan, Step, observe, plan_annotated, plan_of, shard_annotated
+from annotate_fsdp.collectives import KINDS
 from annotate_fsdp.train.batches import rank_rows, run_batch
 from annotate_fsdp.train.registry import find_model, find_source
 
@@ -30,7 +34,74 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 LOWERINGS = ("unit", "group", "auto", "fold")
 STEPS = 5
 
+CALLS = {
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "all_reduce": "all_reduce",
+}
+
 Record = list[tuple[Any, ...]]
+Counts = dict[str, int]
+
+
+@dataclass
+class Run:
+    """What a training run gave, and its collectives in each step: those called, and those predicted."""
+
+    record: Record
+    plan: Plan
+    called: list[Counts]
+    predicted: list[Counts]
+
+
+@contextmanager
+def counted(calls: list[Counts]) -> Iterator[None]:
+    """Append how many collectives of each kind are called; a dispatch mode would turn the compiler off."""
+    counts = dict.fromkeys(CALLS, 0)
+
+    def counting(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[kind] += 1
+            return call(*args, **kwargs)
+
+        return count
+
+    with ExitStack() as stack:
+        for kind, name in CALLS.items():
+            stack.enter_context(patch.object(dist, name, counting(kind, getattr(dist, name))))
+        yield
+    calls.append(counts)
+
+
+def predicted(case: Case, plan: Plan, step: int) -> Counts:
+    """The collectives of one step of a case."""
+    modules = [path for path in plan.sequence if path]
+    blocks = [f"layers.{index}" for index in range(3)]
+    tail = [path for path in modules if path == "tail" and case.member in ("no_grad", "detached", "unused")]
+    recomputed = {
+        "block": blocks,
+        "reentrant": blocks,
+        "sub-block": [path for path in modules if ".attention." in path or ".mlp." in path],
+        "none": [],
+    }[case.checkpointing]
+    skipped = [path for path in modules if path == "tail" and case.member == "skipped"]
+    if case.member == "skipped" and step in (1, 3):
+        skipped.append("layers.0")
+    plain = Step(
+        skipped=tuple(skipped),
+        without_gradient=tuple(tail),
+        without_input_gradient=tuple(tail if case.member != "unused" else []),
+        recomputed=tuple(recomputed),
+    )
+    steps = [plain]
+    if case.schedule == "accumulate":
+        steps = [replace(plain, synchronizes=False)] * 2 + [plain]
+    elif case.schedule == "two forwards":
+        steps = [replace(plain, order=plan.sequence * 2)]
+    elif case.schedule == "evaluate":
+        steps = [replace(plain, backward=False), replace(plain, evaluated=True)]
+    counts = [plan.collectives(each).counts() for each in steps]
+    return {kind: sum(each[kind] for each in counts) for kind in KINDS}
 
 
 def reference_model(case: Case) -> nn.Module:
@@ -47,7 +118,7 @@ def reference_model(case: Case) -> nn.Module:
     return model
 
 
-def run_reference(case: Case, lowering: str) -> tuple[Record, Plan]:
+def run_reference(case: Case, lowering: str) -> Run:
     """Train a reference model on text, or on images; two microbatches a step with `"accumulate"`."""
     images = case.form == "images"
     entry = find_model(case.model)
@@ -56,22 +127,28 @@ def run_reference(case: Case, lowering: str) -> tuple[Record, Plan]:
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     record: Record = []
+    called: list[Counts] = []
+    planned: list[Counts] = []
     microbatches = 2 if case.schedule == "accumulate" else 1
     for step in range(STEPS):
         losses = []
         for microbatch in range(microbatches):
             model.set_requires_gradient_sync(microbatch == microbatches - 1)
             rows = rank_rows(case.world, dist.get_rank(), case.world)
-            loss = run_batch(model, source.train(0, step * microbatches + microbatch, rows))[0].mean()
-            loss.backward()
+            batch = source.train(0, step * microbatches + microbatch, rows)
+            with counted(called), observe(model) as observation:
+                loss = run_batch(model, batch)[0].mean()
+                loss.backward()
             losses.append(loss.item())
+            assert observation.disagreements == ()
+            planned.append(observation.planned_collectives.counts())
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert isinstance(norm, DTensor)
         optimizer.step()
         optimizer.zero_grad()
         record.append((losses, norm.full_tensor().item(), grads))
-    return record, plan_of(model)
+    return Run(record, plan_of(model), called, planned)
 
 
 def mesh_of(case: Case) -> DeviceMesh:
@@ -89,7 +166,7 @@ def compile_blocks(model: nn.Module) -> None:
             module.compile(backend="aot_eager", fullgraph=not nested)
 
 
-def run_case(case: Case, lowering: str) -> tuple[Record, Plan]:
+def run_case(case: Case, lowering: str) -> Run:
     """Train a case; what torch's compiler itself warns of is no fault of the model's."""
     if case.model != "islands":
         return run_reference(case, lowering)
@@ -100,8 +177,8 @@ def run_case(case: Case, lowering: str) -> tuple[Record, Plan]:
         return train_case(case, lowering)
 
 
-def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
-    """Train on this rank's own batches; return losses, norms and full gradients of each step."""
+def train_case(case: Case, lowering: str) -> Run:
+    """Train on this rank's own batches; the record has losses, norms and full gradients of each step."""
     model = islands(case)
     shard_annotated(model, mesh_of(case), mp_policy=BF16, lowering=lowering)
     if case.compiled:
@@ -110,6 +187,7 @@ def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     torch.manual_seed(100 + dist.get_rank())
     record: Record = []
+    called: list[Counts] = []
 
     def batch() -> Tensor:
         return torch.randint(0, 32, (2, 8))
@@ -119,25 +197,8 @@ def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
             block.is_on = True
         if case.member == "skipped" and step in (1, 3):
             next(module for module in model.modules() if isinstance(module, Block)).is_on = False
-        if case.schedule == "evaluate":
-            with torch.no_grad():
-                record.append(("evaluated", model(batch()).item()))
-        if case.schedule == "accumulate":
-            losses = []
-            for microbatch in range(3):
-                model.set_requires_gradient_sync(microbatch == 2)
-                loss = model(batch())
-                loss.backward()
-                losses.append(loss.item())
-        elif case.schedule == "two forwards":
-            first, second = model(batch()), model(batch())
-            (first + second).backward()
-            losses = [first.item(), second.item()]
-        else:
-            loss = model(batch())
-            assert loss.dtype == torch.float32
-            loss.backward()
-            losses = [loss.item()]
+        with counted(called):
+            losses = run_step(case, model, batch)
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if case.schedule == "evaluate late":
@@ -146,7 +207,32 @@ def train_case(case: Case, lowering: str) -> tuple[Record, Plan]:
         optimizer.step()
         optimizer.zero_grad()
         record.append((losses, norm.full_tensor().item(), grads))
-    return record, plan_of(model)
+    plan = plan_of(model)
+    return Run(record, plan, called, [predicted(case, plan, step) for step in range(STEPS)])
+
+
+def run_step(case: Case, model: Any, batch: Callable[[], Tensor]) -> list[float]:
+    """Forwards and backwards of one step; the values of what they returned."""
+    if case.schedule == "accumulate":
+        losses = []
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch == 2)
+            loss = model(batch())
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+    if case.schedule == "two forwards":
+        first, second = model(batch()), model(batch())
+        (first + second).backward()
+        return [first.item(), second.item()]
+    seen = []
+    if case.schedule == "evaluate":
+        with torch.no_grad():
+            seen.append(model(batch()).item())
+    loss = model(batch())
+    assert loss.dtype == torch.float32
+    loss.backward()
+    return [*seen, loss.item()]
 
 
 def difference(here: Any, there: Any) -> str:
@@ -168,7 +254,8 @@ def compare(case: Case) -> list[tuple[str, str, int]]:
 
     Where two lowerings have one plan, one of them is run.
     """
-    reference, meant = run_case(case, "unit")
+    reference = run_case(case, "unit")
+    assert reference.called == reference.predicted, (reference.called, reference.predicted)
     runs: list[tuple[Plan, str]] = []
     found = []
     for lowering in LOWERINGS[1:]:
@@ -176,12 +263,13 @@ def compare(case: Case) -> list[tuple[str, str, int]]:
         planned = plan_annotated(model, mesh_of(case), mp_policy=BF16, lowering=lowering)
         known = [differs for plan, differs in runs if plan == planned]
         if not known:
-            record, plan = run_case(case, lowering)
-            differs = difference(reference, record) or ("" if plan == planned else "the plan")
+            run = run_case(case, lowering)
+            assert run.called == run.predicted, (lowering, run.called, run.predicted)
+            differs = difference(reference.record, run.record) or ("" if run.plan == planned else "the plan")
             runs.append((planned, differs))
             known = [differs]
         found.append((lowering, known[0], sum(len(unit.casts) for unit in planned)))
-    assert meant != runs[0][0]
+    assert reference.plan != runs[0][0]
     return found
 
 
@@ -232,6 +320,8 @@ QUICK = [
 REFERENCE = [
     Case(checkpointing="reentrant"),
     Case(checkpointing="reentrant", schedule="accumulate", member="no_grad"),
+    Case(checkpointing="reentrant", schedule="accumulate", member="skipped", form="default", mesh="2x2"),
+    Case(checkpointing="reentrant", member="unused", storage="bf16", frozen=True),
     Case("step5", schedule="accumulate"),
     Case("step5", storage="bf16", checkpointing="block", mesh="2x2"),
     Case("deepseek_v41", storage="bf16", form="images", checkpointing="block"),
@@ -256,9 +346,9 @@ def test_every_lowering_has_the_numbers_of_one_unit_for_each_mark(ranks: Pool, c
 def with_and_without_evaluation(lowering: str) -> str:
     """The difference that an evaluation between backward and the optimizer's step makes to training."""
     case = Case(form="default")
-    plain, _ = train_case(case, lowering)
-    evaluated, _ = train_case(replace(case, schedule="evaluate late"), lowering)
-    return difference(plain, evaluated)
+    plain = train_case(case, lowering)
+    evaluated = train_case(replace(case, schedule="evaluate late"), lowering)
+    return difference(plain.record, evaluated.record)
 
 
 @pytest.mark.parametrize("lowering", ["unit", "group", "fold"])
