@@ -113,9 +113,7 @@ def audit(
     """
     check_call(model, mesh)
     tree = collect_tree(model)
-    is_sharded = tree.root.is_sharded or (
-        options.get("existing", "error") != "keep" and any(node.is_sharded for node in tree.nodes)
-    )
+    is_sharded = tree.root.is_sharded or (options.get("existing", "error") != "keep" and tree.has_sharded)
     actual = plan_of(model) if is_sharded else None
     applied = applied_plan(model) if is_sharded else None
     if is_sharded and applied is None:

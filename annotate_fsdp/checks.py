@@ -170,7 +170,7 @@ def check_existing(facts: Facts) -> Iterator[Finding]:
     """AF301: a module that is sharded already cannot be sharded again."""
     if facts.existing != "error":
         return
-    sharded = [node.path for node in facts.tree.nodes if node.is_sharded]
+    sharded = [node.path for node in facts.tree.nodes if node.is_sharded] if facts.tree.has_sharded else []
     if sharded:
         some = ", ".join(path or "(root)" for path in sharded[:5])
         more = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
@@ -310,11 +310,12 @@ def _wrong_axes(dims: DataParallelMeshDims, names: tuple[str, ...]) -> str:
 def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
     """AF405: a DTensor parameter must live on other axes than FSDP's, or replicate over those."""
     mesh, dims = facts.mesh, facts.dp_mesh_dims
-    if mesh is None or (facts.existing != "keep" and any(node.is_sharded for node in facts.tree.nodes)):
+    if mesh is None or (facts.existing != "keep" and facts.tree.has_sharded):
         return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
-        if any(facts.by_path[path].index in facts.tree.inside_sharded for path in unit.paths):
+        inside = facts.tree.inside_sharded
+        if inside and any(facts.by_path[path].index in inside for path in unit.paths):
             continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
             data = parameters[path].data

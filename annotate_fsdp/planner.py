@@ -73,7 +73,7 @@ class Planner:
     def __init__(self, tree: Tree, options: PlanOptions, kept: Iterable[Unit] = ()) -> None:
         self.tree = tree
         self.options = options
-        self.is_sharded = any(node.is_sharded for node in tree.nodes)
+        self.is_sharded = tree.has_sharded
         self.findings: list[Finding] = []
         self.parents_first = sorted(tree.nodes, key=lambda node: node.finished, reverse=True)
         self.ignored = self._ignored_parameters()
@@ -277,6 +277,8 @@ class Planner:
 
     def _reached(self, held: Held) -> list[_Draft]:
         """The drafts that reach the parameter through any of its owners."""
+        if len(held.owners) == 1:
+            return list(self._nearest(held.owners[0]))
         found: dict[int, _Draft] = {}
         for owner in held.owners:
             for draft in self._nearest(owner):
