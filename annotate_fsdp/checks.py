@@ -168,20 +168,19 @@ def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
 
 def check_existing(facts: Facts) -> Iterator[Finding]:
     """AF301: a module that is sharded already cannot be sharded again."""
-    if facts.existing != "error":
+    if facts.existing != "error" or not facts.tree.has_sharded:
         return
-    sharded = [node.path for node in facts.tree.nodes if node.is_sharded] if facts.tree.has_sharded else []
-    if sharded:
-        some = ", ".join(path or "(root)" for path in sharded[:5])
-        more = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
-        yield Finding(
-            "AF301",
-            "error",
-            sharded[0],
-            f"FSDP2 was applied before to {some}{more}",
-            "a module can be sharded only once",
-            'Pass existing="keep" to leave these units as they are, or build the model again',
-        )
+    sharded = [node.path for node in facts.tree.nodes if node.is_sharded]
+    some = ", ".join(path or "(root)" for path in sharded[:5])
+    more = f" and {len(sharded) - 5} more" if len(sharded) > 5 else ""
+    yield Finding(
+        "AF301",
+        "error",
+        sharded[0],
+        f"FSDP2 was applied before to {some}{more}",
+        "a module can be sharded only once",
+        'Pass existing="keep" to leave these units as they are, or build the model again',
+    )
 
 
 def check_inside_sharded(facts: Facts) -> Iterator[Finding]:
@@ -314,8 +313,7 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
         return  # sharded already: its DTensors are FSDP's own
     parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
-        inside = facts.tree.inside_sharded
-        if inside and any(facts.by_path[path].index in inside for path in unit.paths):
+        if any(facts.by_path[path].index in facts.tree.inside_sharded for path in unit.paths):
             continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
             data = parameters[path].data

@@ -250,7 +250,7 @@ class _ClassFacts:
 
 def _read_marks(node: Node, classes: dict[type, _ClassFacts], findings: list[Finding]) -> None:
     """Set the node's mark: the instance's, outermost wrapper first, else its class's."""
-    for module in (node.inner,) if node.module is node.inner else wrapper_chain(node.module):
+    for module in wrapper_chain(node.module):
         mark, wrong = _mark_in(vars(module), node.path, "the instance")
         findings += wrong
         if mark is not None and node.mark is None:
@@ -282,10 +282,9 @@ def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:
 
 def _mark_in(attributes: Mapping[str, object], path: str, place: str) -> tuple[Mark | None, list[Finding]]:
     """Read the mark out of one namespace; a broken mark still counts as a plain unit mark."""
-    names = [name for name in attributes.keys() - _MODULE_ATTRIBUTES if name.startswith("__fsdp_")]
+    names = sorted(name for name in attributes.keys() - _MODULE_ATTRIBUTES if name.startswith("__fsdp_"))
     if not names:
         return None, []
-    names.sort()
     findings = [
         Finding(
             "AF106",

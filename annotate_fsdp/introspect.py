@@ -1,4 +1,4 @@
-"""Read FSDP2's own state back. The only file that knows its private names."""
+"""Read FSDP2's own state back, and mend it in hooks. The only file that knows its private names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def applied_plan(model: nn.Module) -> Plan | None:
 
 
 class GatherAgain:
-    """A forward hook that lets the backward of each module of a unit gather it, if it was freed meanwhile.
+    """Hooks on each module of a unit of several: its backward gathers the unit, if it was freed meanwhile.
 
     FSDP2 does so for the module that runs last only. If its output gets no gradient, a second backward reads
     memory that the first one has freed, and reentrant checkpointing reduces the whole unit after each

@@ -277,8 +277,6 @@ class Planner:
 
     def _reached(self, held: Held) -> list[_Draft]:
         """The drafts that reach the parameter through any of its owners."""
-        if len(held.owners) == 1:
-            return list(self._nearest(held.owners[0]))
         found: dict[int, _Draft] = {}
         for owner in held.owners:
             for draft in self._nearest(owner):

@@ -23,7 +23,8 @@ class Case:
     - schedule: `"plain"`, `"accumulate"` (3 microbatches), `"two forwards"` before one backward, or
       `"evaluate"` before each step, or `"evaluate late"`, between backward and the optimizer's step.
     - member: what the member that runs last does: `"used"`, `"no_grad"`, `"detached"`, `"unused"`, or
-      `"skipped"` (a block with its members does not run on any rank in two of the steps).
+      `"skipped"` (a block with its members does not run on any rank in two of the steps), or `"idle"` (the
+      block itself does run then, its members do not).
     - frozen: whether some of the islands are frozen.
     - mesh: `"2"`, `"4"` or `"2x2"`.
     """
@@ -97,9 +98,12 @@ class Block(nn.Module):
         self.between = island(form)
         self.mlp = Sub(form)
         self.is_on = True
+        self.is_idle = False
         self.is_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_idle:
+            return x * 1
         if self.is_reentrant:
             return checkpoint(self.run, x, use_reentrant=True)
         return self.run(x)

@@ -33,6 +33,7 @@ from annotate_fsdp.train.registry import find_model, find_source
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOWERINGS = ("unit", "group", "auto", "fold")
 STEPS = 5
+OFF = (1, 3)  # the steps in which a block is skipped or idle
 
 CALLS = {
     "all_gather": "all_gather_single",
@@ -84,8 +85,8 @@ def predicted(case: Case, plan: Plan, step: int) -> Counts:
         "sub-block": [path for path in modules if ".attention." in path or ".mlp." in path],
         "none": [],
     }[case.checkpointing]
-    skipped = [path for path in modules if path == "tail" and case.member == "skipped"]
-    if case.member == "skipped" and step in (1, 3):
+    skipped = [path for path in modules if path == "tail" and case.member in ("skipped", "idle")]
+    if case.member in ("skipped", "idle") and step in OFF:
         skipped.append("layers.0")
     plain = Step(
         skipped=tuple(skipped),
@@ -101,6 +102,8 @@ def predicted(case: Case, plan: Plan, step: int) -> Counts:
     elif case.schedule == "evaluate":
         steps = [replace(plain, backward=False), replace(plain, evaluated=True)]
     counts = [plan.collectives(each).counts() for each in steps]
+    if case.member == "idle" and step in OFF:  # gathered in vain, in forward and in backward
+        counts.append({"all_gather": 2 * len(steps), "reduce_scatter": 0, "all_reduce": 0})
     return {kind: sum(each[kind] for each in counts) for kind in KINDS}
 
 
@@ -193,10 +196,9 @@ def train_case(case: Case, lowering: str) -> Run:
         return torch.randint(0, 32, (2, 8))
 
     for step in range(STEPS):
-        for block in (module for module in model.modules() if isinstance(module, Block)):
-            block.is_on = True
-        if case.member == "skipped" and step in (1, 3):
-            next(module for module in model.modules() if isinstance(module, Block)).is_on = False
+        block = next(module for module in model.modules() if isinstance(module, Block))
+        block.is_on = not (case.member == "skipped" and step in OFF)
+        block.is_idle = case.member == "idle" and step in OFF
         with counted(called):
             losses = run_step(case, model, batch)
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -322,6 +324,8 @@ REFERENCE = [
     Case(checkpointing="reentrant", schedule="accumulate", member="no_grad"),
     Case(checkpointing="reentrant", schedule="accumulate", member="skipped", form="default", mesh="2x2"),
     Case(checkpointing="reentrant", member="unused", storage="bf16", frozen=True),
+    Case(member="idle", form="default"),
+    Case(member="idle", storage="bf16", schedule="accumulate", mesh="2x2"),
     Case("step5", schedule="accumulate"),
     Case("step5", storage="bf16", checkpointing="block", mesh="2x2"),
     Case("deepseek_v41", storage="bf16", form="images", checkpointing="block"),
