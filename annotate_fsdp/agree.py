@@ -90,9 +90,14 @@ def _first_difference(
     """Describe the first unit, and in it the first fact, in which two ranks' plans differ."""
     nothing: dict[str, str] = {}
     for ours, theirs in zip_longest(first, second, fillvalue=nothing):
-        if ours == theirs:
+        if list(ours.items()) == list(theirs.items()):
             continue
         here, there = ours.get("modules"), theirs.get("modules")
+        if ours == theirs:  # FSDP2 lays the parameters of a unit out in the order of their registration
+            names = ([key.removeprefix("parameter ") for key in facts] for facts in (ours, theirs))
+            name, other = next(pair for pair in zip(*names, strict=True) if pair[0] != pair[1])
+            order = (f"{name} before {other}", f"{other} before {name}")
+            return _mismatch(ranks, here or "", "the order of parameters", *order)
         if here == there:
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
             return _mismatch(ranks, here or "", name, ours.get(name, "absent"), theirs.get(name, "absent"))
@@ -106,6 +111,6 @@ def _mismatch(ranks: tuple[int, int], path: str, what: str, here: str, there: st
         "error",
         path,
         f"{what} is {here!r} on rank {ranks[0]}",
-        f"{there!r} on rank {ranks[1]}: ranks with different plans would wait for each other for ever",
+        f"{there!r} on rank {ranks[1]}: ranks with different plans wait for each other or mix up numbers",
         "Build, freeze and mark the model in the same way on every rank",
     )

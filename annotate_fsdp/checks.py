@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate
 
-from annotate_fsdp.collect import Node, Tree, original_class
+from annotate_fsdp.collect import Node, Tree, dtensor_of, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import Ignore, UnitSpec
 from annotate_fsdp.plan import Plan, Unit, dtype_name
@@ -36,6 +36,11 @@ class Facts:
     def by_path(self) -> dict[str, Node]:
         """The nodes by FQN."""
         return {node.path: node for node in self.tree.nodes}
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their first FQN."""
+        return {held.path: held.parameter for held in self.tree.held}
 
     @property
     def planned(self) -> Iterator[Unit]:
@@ -109,11 +114,11 @@ def check_scalars(facts: Facts) -> Iterator[Finding]:
 
 def check_contiguous(facts: Facts) -> Iterator[Finding]:
     """AF211: FSDP2 cuts a parameter's memory into shards, so it must lie in order."""
-    parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
         for path in unit.members:
-            data = parameters[path].data
-            local = data.to_local() if isinstance(data, DTensor) else data
+            parameter = facts.parameters[path]
+            data = dtensor_of(parameter)
+            local = parameter if data is None else data.to_local()
             if not local.is_contiguous():
                 yield Finding(
                     "AF211",
@@ -212,7 +217,7 @@ def check_ignored(facts: Facts) -> Iterator[Finding]:
         mark = next((m for owner in held.owners if (m := _ignore_mark(facts.tree, owner))), None)
         if mark is not None and mark.synced:
             continue
-        if mark is None and isinstance(held.parameter.data, DTensor):
+        if mark is None and dtensor_of(held.parameter) is not None:
             continue  # the caller manages it on a mesh of its own
         yield Finding(
             "AF208",
@@ -311,13 +316,12 @@ def check_tensor_parallel(facts: Facts) -> Iterator[Finding]:
     mesh, dims = facts.mesh, facts.dp_mesh_dims
     if mesh is None or (facts.existing != "keep" and facts.tree.has_sharded):
         return  # sharded already: its DTensors are FSDP's own
-    parameters = {held.path: held.parameter for held in facts.tree.held}
     for unit in facts.planned:
         if any(facts.by_path[path].index in facts.tree.inside_sharded for path in unit.paths):
             continue  # too late for FSDP anyway; its DTensors may be FSDP's own
         for path in unit.members:
-            data = parameters[path].data
-            if not isinstance(data, DTensor):
+            data = dtensor_of(facts.parameters[path])
+            if data is None:
                 continue
             if dims is not None and type(unit.reshard_after_forward) is int:
                 yield Finding(
@@ -398,7 +402,8 @@ def check_empty_units(facts: Facts) -> Iterator[Finding]:
 def check_lost_buffers(facts: Facts) -> Iterator[Finding]:
     """AF601: a non-persistent buffer on meta is in no state dict and must be computed again."""
     for node in facts.tree.nodes:
-        for name in sorted(node.inner._non_persistent_buffers_set):
+        unsaved = node.inner._non_persistent_buffers_set
+        for name in sorted(unsaved) if unsaved else ():
             buffer = node.inner._buffers.get(name)
             if buffer is None or not buffer.is_meta or hasattr(node.inner, "reset_buffers"):
                 continue

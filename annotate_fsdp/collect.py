@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +31,9 @@ from annotate_fsdp.policies import policy_dtype
 # torch.compile's OptimizedModule. Their names are left out of every path.
 WRAPPER_CHILDREN = ("_checkpoint_wrapped_module", "_orig_mod")
 _FSDP_NAME = re.compile(r"__fsdp_\w*__")
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # what every instance has
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """One module of the tree, wrappers included.
 
@@ -77,7 +77,7 @@ class Node:
         return own or of_class is not nn.Module.forward or bool(self.entry_points)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Held:
     """One parameter, by identity: its first FQN, its other FQNs and the nodes that own it directly."""
 
@@ -104,7 +104,8 @@ class Tree:
     @cached_property
     def has_sharded(self) -> bool:
         """Whether FSDP2 was already applied to any of the modules."""
-        return any(node.is_sharded for node in self.nodes)
+        classes = {type(module) for node in self.nodes for module in (node.module, node.inner)}
+        return any(issubclass(cls, FSDPModule) for cls in classes)
 
     @cached_property
     def inside_sharded(self) -> dict[int, int]:
@@ -121,10 +122,15 @@ class Tree:
         return inside
 
 
+def dtensor_of(parameter: nn.Parameter) -> DTensor | None:
+    """Return the data of a parameter that is a DTensor, None for a plain one."""
+    return cast("DTensor", parameter.data) if isinstance(parameter, DTensor) else None
+
+
 def is_on_mesh(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Whether a parameter is a DTensor on the whole of `mesh`."""
-    data = parameter.data
-    return isinstance(data, DTensor) and data.device_mesh == mesh
+    data = dtensor_of(parameter)
+    return data is not None and data.device_mesh == mesh
 
 
 def original_class(module: nn.Module) -> type:
@@ -152,35 +158,35 @@ def collect_tree(model: nn.Module) -> Tree:
             tree.nodes[parent].finished = finished
             finished += 1
             continue
-        chain = list(wrapper_chain(module))
+        chain = wrapper_chain(module)
         node = _known_node(tree, chain)
         if node is not None:
             node.parents.append(parent)
             node.aliases.append(path)
             continue
         node = _new_node(tree, chain, path, parent)
-        _read_marks(node, classes, tree.findings)
+        _read_marks(node, chain, classes, tree.findings)
         _hold_parameters(node, tree, held_by_id)
         stack.append((None, "", node.index))
-        stack.extend(
-            (child, f"{path}.{name}" if path else name, node.index)
-            for name, child in reversed(node.inner._modules.items())
-            if child is not None
-        )
+        if children := node.inner._modules:
+            dot = f"{path}." if path else ""
+            stack += [
+                (child, dot + name, node.index)
+                for name, child in reversed(children.items())
+                if child is not None
+            ]
     return tree
 
 
-def wrapper_chain(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and what it wraps, outermost first."""
-    while True:
-        yield module
-        children = module._modules
-        if len(children) != 1 or (name := next(iter(children))) not in WRAPPER_CHILDREN:
-            return
-        child = children[name]
-        if child is None:
-            return
-        module = child
+def wrapper_chain(module: nn.Module) -> list[nn.Module]:
+    """Return `module` and what it wraps, outermost first."""
+    chain = [module]
+    while len(children := chain[-1]._modules) == 1:
+        ((name, child),) = children.items()
+        if child is None or name not in WRAPPER_CHILDREN:
+            break
+        chain.append(child)
+    return chain
 
 
 def _known_node(tree: Tree, chain: list[nn.Module]) -> Node | None:
@@ -208,15 +214,19 @@ def _new_node(tree: Tree, chain: list[nn.Module], path: str, parent: int) -> Nod
 
 
 def _hold_parameters(node: Node, tree: Tree, held_by_id: dict[int, Held]) -> None:
-    for name, parameter in node.inner._parameters.items():
+    if not (parameters := node.inner._parameters):
+        return
+    dot = f"{node.path}." if node.path else ""
+    for name, parameter in parameters.items():
         if parameter is None:
             continue
-        path = f"{node.path}.{name}" if node.path else name
+        path = dot + name
         held = held_by_id.get(id(parameter))
         if held is None:
             held_by_id[id(parameter)] = held = Held(parameter, path, [node.index])
             tree.held.append(held)
-            _refuse_parameter_marks(parameter, path, tree.findings)
+            if parameter.__dict__:
+                _refuse_parameter_marks(parameter, path, tree.findings)
             continue
         held.aliases.append(path)
         if node.index not in held.owners:
@@ -248,18 +258,25 @@ class _ClassFacts:
     entry_points: tuple[str, ...]
 
 
-def _read_marks(node: Node, classes: dict[type, _ClassFacts], findings: list[Finding]) -> None:
-    """Set the node's mark: the instance's, outermost wrapper first, else its class's."""
-    for module in wrapper_chain(node.module):
-        mark, wrong = _mark_in(vars(module), node.path, "the instance")
+def _read_marks(
+    node: Node, chain: list[nn.Module], classes: dict[type, _ClassFacts], findings: list[Finding]
+) -> None:
+    """Set the node's mark: the instance's, outermost wrapper of `chain` first, else its class's."""
+    for module in chain:
+        if not (names := _mark_names(vars(module))):
+            continue
+        mark, wrong = _mark_in(vars(module), names, node.path, "the instance")
         findings += wrong
         if mark is not None and node.mark is None:
             node.mark, node.provenance = mark, "instance"
-    cls = original_class(node.inner)
-    facts = classes.get(cls)
+    facts = classes.get(type(node.inner))
     if facts is None:
-        facts = classes[cls] = _ClassFacts(*_class_mark(cls, node.path), forward_methods(cls))
-        findings += facts.findings
+        cls = original_class(node.inner)
+        facts = classes.get(cls)
+        if facts is None:
+            facts = classes[cls] = _ClassFacts(*_class_mark(cls, node.path), forward_methods(cls))
+            findings += facts.findings
+        classes[type(node.inner)] = facts
     node.entry_points = facts.entry_points
     if node.mark is None and facts.mark is not None:
         node.mark, node.provenance = facts.mark, facts.provenance
@@ -273,18 +290,24 @@ def _class_mark(cls: type, path: str) -> tuple[Mark | None, str, list[Finding]]:
     for base in cls.__mro__:
         if base in (nn.Module, object):
             continue
-        mark, wrong = _mark_in(vars(base), path, f"class {base.__qualname__}")
+        mark, wrong = _mark_in(vars(base), _mark_names(vars(base)), path, f"class {base.__qualname__}")
         findings += wrong
         if mark is not None and found is None:
             found, provenance = mark, f"class {base.__qualname__}"
     return found, provenance, findings
 
 
-def _mark_in(attributes: Mapping[str, object], path: str, place: str) -> tuple[Mark | None, list[Finding]]:
+def _mark_names(attributes: Mapping[str, object]) -> list[str]:
+    """Return the names in one namespace that are, or were meant to be, marks."""
+    if "__fsdp_" not in "\0".join(attributes):  # the fastest look at them all
+        return []
+    return [name for name in attributes if name.startswith("__fsdp_")]
+
+
+def _mark_in(
+    attributes: Mapping[str, object], names: list[str], path: str, place: str
+) -> tuple[Mark | None, list[Finding]]:
     """Read the mark out of one namespace; a broken mark still counts as a plain unit mark."""
-    names = sorted(name for name in attributes.keys() - _MODULE_ATTRIBUTES if name.startswith("__fsdp_"))
-    if not names:
-        return None, []
     findings = [
         Finding(
             "AF106",
@@ -294,7 +317,7 @@ def _mark_in(attributes: Mapping[str, object], path: str, place: str) -> tuple[M
             "no attribute of that name has a meaning",
             f"Write {UNIT_ATTRIBUTE} (by fsdp_unit) or {DTYPE_ATTRIBUTE}",
         )
-        for name in names
+        for name in sorted(names)
         if _FSDP_NAME.fullmatch(name) and name not in KNOWN_ATTRIBUTES
     ]
     unit: Mark | None = None

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -41,8 +41,7 @@ class MeshSpec:
         return f"{self.shard} ranks" if self.replicate == 1 else f"{self.replicate}x{self.shard} ranks"
 
 
-@dataclass(frozen=True)
-class ParamInfo:
+class ParamInfo(NamedTuple):
     """One parameter of a unit.
 
     - path: FQN; aliases: its other FQNs, if it is tied.
@@ -505,19 +504,27 @@ class Plan:
 
     def facts(self) -> list[dict[str, str]]:
         """Return what every rank must hold in common, as text by name: of the plan, then of each unit."""
-        return [{"modules": "", "prefetch": str(self.prefetch)}, *map(unit_facts, self.units)]
+        policies = {id(unit.policy): unit.policy for unit in self.units}  # units share a few of them
+        texts = {key: json.dumps(policy_to_dict(policy)) for key, policy in policies.items()}
+        units = (unit_facts(unit, texts[id(unit.policy)]) for unit in self.units)
+        return [{"modules": "", "prefetch": str(self.prefetch)}, *units]
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of `facts`: the layout, and every parameter's shape, dtype and grad flag."""
-        text = json.dumps(self.facts(), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Return a SHA-256 of `facts`: the layout, and each parameter's place, shape, dtype and grad flag."""
+        words = (word for facts in self.facts() for pair in facts.items() for word in pair)
+        return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 
-def unit_facts(unit: Unit) -> dict[str, str]:
-    """Return what every rank must hold in common about a unit, as text by name."""
+def unit_facts(unit: Unit, policy: str) -> dict[str, str]:
+    """Return what every rank must hold in common about a unit, as text by name, parameters in their order.
+
+    Args:
+        unit: one of a plan.
+        policy: its policy as text.
+    """
     facts = {
         "modules": unit.name,
-        "policy": json.dumps(policy_to_dict(unit.policy)),
+        "policy": policy,
         "reshard_after_forward": str(unit.reshard_after_forward),
         "mesh": str(unit.mesh),
         "offload": offload_name(unit.offload_policy),
@@ -580,11 +587,13 @@ def order_units(
     units = sorted(units, key=lambda unit: min(finished[path] for path in unit.paths))
     unit_of = {path: position for position, unit in enumerate(units) for path in unit.paths}
     nearest: dict[str, frozenset[int]] = {}
+    alone = [frozenset({position}) for position in range(len(units))]
     for path in sorted(finished, key=finished.__getitem__, reverse=True):  # parents first
         around: frozenset[int] = frozenset()
         for parent in parents[path]:
             own = unit_of.get(parent)
-            around |= frozenset({own}) if own is not None else nearest.get(parent, frozenset())
+            here = nearest[parent] if own is None else alone[own]
+            around = around | here if around else here
         nearest[path] = around
     waiting: list[set[int]] = [set() for _ in units]  # the units that must come before each
     for position, unit in enumerate(units):
@@ -628,7 +637,7 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     """Return the short name of a dtype: fp32, bf16, int8, ...; "-" for None."""
     if dtype is None:
         return "-"
-    return _DTYPE_SHORT.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPE_SHORT.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def policy_to_dict(policy: MixedPrecisionPolicy) -> dict[str, str | bool | None]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
-from annotate_fsdp.collect import Held, Node, Tree, original_class
+from annotate_fsdp.collect import Held, Node, Tree, dtensor_of, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, did_you_mean
 from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
@@ -51,7 +50,7 @@ class Site:
     names_precision: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Draft:
     """A unit in the making: its nodes, and the mark of each node (None: the library made it a unit)."""
 
@@ -78,7 +77,7 @@ class Planner:
         self.parents_first = sorted(tree.nodes, key=lambda node: node.finished, reverse=True)
         self.ignored = self._ignored_parameters()
         self.drafts: list[_Draft] = []
-        self._resolved: dict[tuple[int, torch.dtype | None, bool], tuple[UnitSpec, MixedPrecisionPolicy]] = {}
+        self._resolved: dict[tuple[object, ...], MixedPrecisionPolicy] = {}
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
         self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
@@ -138,7 +137,7 @@ class Planner:
             return "its policy has a param_dtype_override_fn"
         if not draft.members:
             return "it has nothing to gather"
-        if any(isinstance(held.parameter.data, DTensor) for held in draft.members) and not self.is_sharded:
+        if not self.is_sharded and any(dtensor_of(held.parameter) is not None for held in draft.members):
             return "its parameters are DTensors"
         return ""
 
@@ -147,14 +146,13 @@ class Planner:
     def _ignored_parameters(self) -> set[int]:
         """Ids of the parameters that are not FSDP's: the caller's and those under an ignored module."""
         ignored_nodes: set[int] = set()
-        for node in self.parents_first:
-            if isinstance(node.mark, Ignore) or not ignored_nodes.isdisjoint(node.parents):
-                ignored_nodes.add(node.index)
+        if any(isinstance(node.mark, Ignore) for node in self.tree.nodes):
+            for node in self.parents_first:
+                if isinstance(node.mark, Ignore) or not ignored_nodes.isdisjoint(node.parents):
+                    ignored_nodes.add(node.index)
         self.ignored_nodes = ignored_nodes
         return set(self.options.ignored) | {
-            id(held.parameter)
-            for held in self.tree.held
-            if any(owner in ignored_nodes for owner in held.owners)
+            id(held.parameter) for held in self.tree.held if not ignored_nodes.isdisjoint(held.owners)
         }
 
     def _declare(self, kept: tuple[Unit, ...]) -> None:
@@ -215,6 +213,8 @@ class Planner:
     def _outermost(self, drafts: Iterable[_Draft]) -> _Draft | None:
         """The one of `drafts` that is gathered whenever any of the others runs, if there is one."""
         drafts = list(drafts)
+        if len(drafts) == 1:
+            return drafts[0]
         for draft in drafts:
             if all(other is draft or self._encloses(draft, other) for other in drafts):
                 return draft
@@ -277,6 +277,8 @@ class Planner:
 
     def _reached(self, held: Held) -> list[_Draft]:
         """The drafts that reach the parameter through any of its owners."""
+        if len(held.owners) == 1:  # almost all parameters
+            return list(self._nearest(held.owners[0]))
         found: dict[int, _Draft] = {}
         for owner in held.owners:
             for draft in self._nearest(owner):
@@ -422,12 +424,15 @@ class Planner:
             draft.policy, draft.reshard = draft.kept.policy, draft.kept.reshard_after_forward
             return
         draft.policy = self._one_policy(draft)
-        self._check_one_word(draft, "reshard_after_forward")
-        self._check_one_word(draft, "offload_policy")
+        if len(draft.nodes) > 1:
+            self._check_one_word(draft, "reshard_after_forward")
+            self._check_one_word(draft, "offload_policy")
         draft.reshard = self._reshard(draft)
 
     def _one_policy(self, draft: _Draft) -> MixedPrecisionPolicy:
         """The policy of all its nodes: the marked ones decide, the others must compute in the same dtypes."""
+        if len(draft.nodes) == 1:
+            return self._policy(draft.nodes[0], draft.specs[0])
         said = sorted(zip(draft.nodes, draft.specs, strict=True), key=lambda pair: pair[1] is None)
         (first, first_spec), *others = said
         decided = self._policy(first, first_spec)
@@ -463,9 +468,11 @@ class Planner:
             return replace(outer[0], output_dtype=None, cast_forward_inputs=False)
         spec = spec or UnitSpec()
         enclosing = self._enclosing_dtype(node, spec)
-        key = (id(spec), enclosing, is_root)
-        if (known := self._resolved.get(key)) is not None and known[0] is spec:
-            return known[1]
+        # the policy by identity: a callable need not be hashable, and may return another one each time
+        word = id(spec.policy), spec.casts_itself, spec.reduce_dtype, spec.output_dtype
+        key = (*word, enclosing, is_root)
+        if (known := self._resolved.get(key)) is not None:
+            return known
         try:
             policy = resolve_policy(
                 spec,
@@ -474,7 +481,7 @@ class Planner:
                 policies=self.options.policies,
                 is_root=is_root,
             )
-            self._resolved[key] = (spec, policy)  # a class's mark is resolved once for all its instances
+            self._resolved[key] = policy  # once for all units that say the same
             return policy
         except PolicyProblem as problem:
             declared = f"policy={_policy_text(spec.policy)} ({self.draft_of[node].provenance})"
@@ -569,7 +576,8 @@ class Planner:
         listed = {
             (node, name): dtype
             for node, spec in zip(draft.nodes, draft.specs, strict=True)
-            for name, dtype in (spec.own_dtypes if spec is not None else ())
+            if spec is not None and spec.param_dtypes
+            for name, dtype in spec.own_dtypes
         }
         if not listed:
             return
@@ -634,8 +642,8 @@ def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
     """Return a parameter's facts without its values; in a sharded model a DTensor counts as whole."""
     parameter = held.parameter
     shape = tuple(parameter.shape)
-    data = parameter.data
-    local = tuple(data.to_local().shape) if isinstance(data, DTensor) and not is_sharded else shape
+    data = None if is_sharded else dtensor_of(parameter)
+    local = shape if data is None else tuple(data.to_local().shape)
     return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
 
 

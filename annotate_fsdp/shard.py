@@ -117,8 +117,9 @@ def shard_annotated(model: M, mesh: DeviceMesh, **options: Unpack[ShardOptions])
         check_call(model, mesh)
         return prepare(model, mesh, None, options)
 
-    prepared = agree_on(mesh, make, check_ranks=options.get("check_ranks", True))
-    apply_plan(prepared.tree, prepared.plan, mesh, options.get("dp_mesh_dims"))
+    with _garbage_collector_paused():
+        prepared = agree_on(mesh, make, check_ranks=options.get("check_ranks", True))
+        apply_plan(prepared.tree, prepared.plan, mesh, options.get("dp_mesh_dims"))
     vars(model)[PLAN_ATTRIBUTE] = prepared.plan
     return model
 
@@ -288,7 +289,10 @@ def _forget_other_marks(tree: Tree, islands: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """Planning makes many small objects; the collector would walk the whole model each time it runs."""
+    """Planning and sharding make many objects that stay; the collector would walk all of them, many times.
+
+    Full parameters are freed as they are sharded: no cycle of references holds them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

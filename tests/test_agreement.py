@@ -52,6 +52,13 @@ def other_shape(model: nn.Sequential) -> None:
     model[1].linear.bias = nn.Parameter(torch.zeros(3))
 
 
+def other_order(model: nn.Sequential) -> None:
+    linear = model[1].linear
+    weight = linear.weight
+    del linear.weight
+    linear.weight = weight  # registered last now
+
+
 def extra_unit(model: nn.Sequential) -> None:
     model.append(Block())
 
@@ -67,7 +74,7 @@ def shard_with_difference(change: Callable[[nn.Sequential], None]) -> None:
 
 
 END = (
-    "ranks with different plans would wait for each other for ever. "
+    "ranks with different plans wait for each other or mix up numbers. "
     "Build, freeze and mark the model in the same way on every rank."
 )
 
@@ -93,6 +100,11 @@ END = (
             other_shape,
             "AF701 error at 1: parameter 1.linear.bias is 'fp32 [4] trainable' on rank 0, "
             "but 'fp32 [3] trainable' on rank 1: ",
+        ),
+        (
+            other_order,
+            "AF701 error at 1: the order of parameters is '1.linear.weight before 1.linear.bias' on rank 0, "
+            "but '1.linear.bias before 1.linear.weight' on rank 1: ",
         ),
         (extra_unit, "AF701 error at (root): unit is '(root)' on rank 0, but '2' on rank 1: "),
     ],
