@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -17,6 +18,12 @@ COLLECTIVES: dict[str, Kind] = {
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
     "allreduce": "all_reduce",
+}
+
+FSDP2_CALLS: dict[Kind, str] = {  # by their names in torch.distributed
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "all_reduce": "all_reduce",
 }
 
 
@@ -54,6 +61,28 @@ class CountCollectives(TorchDispatchMode):
                     if short.startswith(start):
                         self.count(_call(kind, args))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def before_collectives(report: Callable[[Kind], None]) -> Iterator[None]:
+    """Report every collective of FSDP2 before it is called.
+
+    `CountCollectives` sees those of others too, but slows every operation down and turns the compiler off.
+    """
+
+    def reporting(kind: Kind, call: Callable[..., Any]) -> Callable[..., Any]:
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            report(kind)
+            return call(*args, **kwargs)
+
+        return reported
+
+    with ExitStack() as stack:
+        for kind, name in FSDP2_CALLS.items():
+            call = getattr(dist, name)
+            stack.callback(setattr, dist, name, call)
+            setattr(dist, name, reporting(kind, call))
+        yield
 
 
 def _call(kind: Kind, args: Any) -> Call:

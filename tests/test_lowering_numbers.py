@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from annotate_fsdp import Plan, Step, observe, plan_annotated, plan_of, shard_annotated
-from annotate_fsdp.collectives import KINDS
+from annotate_fsdp.collectives import KINDS, Kind
+from annotate_fsdp.probes import before_collectives
 from annotate_fsdp.train.batches import rank_rows, run_batch
 from annotate_fsdp.train.registry import find_model, find_source
 
@@ -35,14 +35,8 @@ LOWERINGS = ("unit", "group", "auto", "fold")
 STEPS = 5
 OFF = (1, 3)  # the steps in which a block is skipped or idle
 
-CALLS = {
-    "all_gather": "all_gather_single",
-    "reduce_scatter": "reduce_scatter_single",
-    "all_reduce": "all_reduce",
-}
-
 Record = list[tuple[Any, ...]]
-Counts = dict[str, int]
+Counts = dict[Kind, int]
 
 
 @dataclass
@@ -58,18 +52,12 @@ class Run:
 @contextmanager
 def counted(calls: list[Counts]) -> Iterator[None]:
     """Append how many collectives of each kind are called; a dispatch mode would turn the compiler off."""
-    counts = dict.fromkeys(CALLS, 0)
+    counts: Counts = dict.fromkeys(KINDS, 0)
 
-    def counting(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += 1
-            return call(*args, **kwargs)
+    def count(kind: Kind) -> None:
+        counts[kind] += 1
 
-        return count
-
-    with ExitStack() as stack:
-        for kind, name in CALLS.items():
-            stack.enter_context(patch.object(dist, name, counting(kind, getattr(dist, name))))
+    with before_collectives(count):
         yield
     calls.append(counts)
 

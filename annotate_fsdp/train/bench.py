@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from annotate_fsdp import UnitSpec, fsdp_off, plan_annotated, plan_of, shard_annotated
 from annotate_fsdp.collect import collect_tree
+from annotate_fsdp.collectives import Kind
 from annotate_fsdp.introspect import gathered_bytes
 from annotate_fsdp.lowering import CAN_FOLD
-from annotate_fsdp.probes import Call, CountCollectives
+from annotate_fsdp.probes import Call, CountCollectives, before_collectives
 from annotate_fsdp.train.batches import Batch, rank_rows, run_batch
 from annotate_fsdp.train.bench_report import BenchReport, Measured, needs_newer_torch
 from annotate_fsdp.train.bench_settings import (
@@ -73,7 +74,8 @@ def measure(settings: BenchSettings, mesh: DeviceMesh) -> BenchReport:
     numbers = {name: first_step(one.model, batch) for name, one in models.items() if name in SAME_NUMBERS}
     same = _on_all_ranks(len(set(numbers.values())) == 1) if len(numbers) > 1 else None
     counted = {name: count_step(one.model, batch) for name, one in models.items()}
-    steps = _largest(time_steps([one.model for one in models.values()], batch, settings))
+    calls = [sum(counts.values()) for counts, _ in counted.values()]
+    steps = _largest(time_steps([one.model for one in models.values()], batch, settings, calls))
     shards = _largest(time_sharding(settings.model, names, mesh))
     sizes = _largest([[local_bytes(models[name].model), counted[name][1]] for name in names])
     measured = {
@@ -184,13 +186,26 @@ def count_step(model: nn.Module, batch: Batch) -> tuple[Counter[str], int]:
     return counts, peak
 
 
-def time_steps(models: list[nn.Module], batch: Batch, settings: BenchSettings) -> list[list[float]]:
-    """Return the seconds of each model's step in each round; every round begins with another model."""
+def time_steps(
+    models: list[nn.Module], batch: Batch, settings: BenchSettings, calls: list[int]
+) -> list[list[float]]:
+    """Return the seconds of each model's step in each round; every round begins with another model.
+
+    Args:
+        models: sharded.
+        batch: this rank's.
+        settings: how many rounds, and how long each collective waits.
+        calls: how many collectives each model's step makes.
+
+    Raises:
+        AssertionError: another number of collectives waited.
+    """
     seconds: list[list[float]] = [[] for _ in models]
     for turn in range(settings.rounds):
         for position in _rotated(len(models), turn):
-            with _timed(seconds[position]), _delay(settings.latency):
+            with _timed(seconds[position]), _delay(settings.latency) as waited:
                 run_step(models[position], batch)
+            assert not settings.latency or len(waited) == calls[position], "not every collective waited"
             models[position].zero_grad()
     return seconds
 
@@ -233,11 +248,17 @@ def _timed(seconds: list[float]) -> Iterator[None]:
     seconds.append(time.perf_counter() - started)
 
 
-def _delay(milliseconds: float) -> AbstractContextManager[object]:
-    """Wait before each collective."""
-    if not milliseconds:
-        return nullcontext()
-    return CountCollectives(lambda _: time.sleep(milliseconds / 1e3))
+@contextmanager
+def _delay(milliseconds: float) -> Iterator[list[Kind]]:
+    """Wait before each collective; gives the list of those that waited."""
+    waited: list[Kind] = []
+
+    def wait(kind: Kind) -> None:
+        time.sleep(milliseconds / 1e3)
+        waited.append(kind)
+
+    with before_collectives(wait) if milliseconds else nullcontext():
+        yield waited
 
 
 def _largest(values: list[list[float]]) -> list[list[float]]:
