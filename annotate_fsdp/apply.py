@@ -26,14 +26,16 @@ from annotate_fsdp.plan import Plan, Unit
 def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None) -> None:
     """Shard the modules of `tree` as `plan` says, unit by unit, in place.
 
+    A unit's full parameters are let go before the next unit is sharded; `tree` then holds the sharded ones.
+
     Raises:
         PartlyShardedError: `fully_shard` failed although every check had passed; the model is then sharded
             in part and must be built again.
     """
     nodes = {node.path: node for node in tree.nodes}
     modules = {path: node.module for path, node in nodes.items()}
-    parameters = {held.path: held.parameter for held in tree.held}
-    places = {held.path: _place(tree, held) for held in tree.held}
+    held = {each.path: each for each in tree.held}
+    places = {each.path: _place(tree, each) for each in tree.held}
     meshes = _mesh_arguments(mesh, dp_mesh_dims)
     done: list[str] = []
     for unit in plan.units:
@@ -43,15 +45,18 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         try:
             fully_shard(
                 targets if len(targets) > 1 else targets[0],
-                mp_policy=_policy(unit, parameters),
+                mp_policy=_policy(unit, held),
                 offload_policy=unit.offload_policy,
                 reshard_after_forward=unit.reshard_after_forward,
-                ignored_params={parameters[path] for path in unit.excluded} or None,
-                **meshes(unit, parameters),
+                ignored_params={held[path].parameter for path in unit.excluded} or None,
+                **meshes(unit, held),
             )
         except Exception as error:
             raise PartlyShardedError([_failed_midway(unit, done, error)]) from error
         done.append(unit.name)
+        for path in unit.members:  # whoever held the full one would keep its memory, on the device too
+            owner, name = places[path]
+            held[path].parameter = owner.get_parameter(name)
         if unit.gathers_again:
             for target in targets:
                 GatherAgain(target).install()
@@ -85,11 +90,11 @@ def _place(tree: Tree, held: Held) -> tuple[nn.Module, str]:
     return owner, next(name for name, value in owner._parameters.items() if value is held.parameter)
 
 
-def _policy(unit: Unit, parameters: dict[str, nn.Parameter]) -> MixedPrecisionPolicy:
+def _policy(unit: Unit, held: dict[str, Held]) -> MixedPrecisionPolicy:
     """The unit's policy, with the dtypes of the members that compute in another one."""
     if not unit.param_dtypes:
         return unit.policy
-    dtypes = {id(parameters[path]): dtype for path, dtype in unit.param_dtypes}
+    dtypes = {id(held[path].parameter): dtype for path, dtype in unit.param_dtypes}
 
     def own_dtype(parameter: nn.Parameter) -> torch.dtype | None:
         return dtypes.get(id(parameter))
@@ -106,12 +111,12 @@ def _mesh_arguments(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Any:
     by one.
     """
     if dims is None:
-        return lambda unit, parameters: {"mesh": mesh}
+        return lambda unit, held: {"mesh": mesh}
     whole = {"mesh": mesh, "dp_mesh_dims": dims}
     axes = data_parallel_mesh(mesh, dims)
 
-    def arguments(unit: Unit, parameters: dict[str, nn.Parameter]) -> dict[str, Any]:
-        on_mesh = [is_on_mesh(parameters[path], mesh) for path in unit.members]
+    def arguments(unit: Unit, held: dict[str, Held]) -> dict[str, Any]:
+        on_mesh = [is_on_mesh(held[path].parameter, mesh) for path in unit.members]
         if on_mesh and all(on_mesh):
             return whole
         if any(on_mesh):

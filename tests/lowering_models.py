@@ -115,12 +115,12 @@ class Block(nn.Module):
 
 
 class Islands(nn.Module):
-    """Embedding, three blocks, a norm, a head; the loss is its output, in fp32."""
+    """Embedding, two blocks, a norm, a head; the loss is its output, in fp32."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, WIDTH)
-        self.layers = nn.ModuleList([Block(case.form) for _ in range(3)])
+        self.layers = nn.ModuleList([Block(case.form) for _ in range(2)])
         self.norm = island(case.form)
         self.head = nn.Linear(WIDTH, 32, bias=False)
         self.tail = island(case.form)
