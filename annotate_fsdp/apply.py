@@ -56,7 +56,9 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         done.append(unit.name)
         for path in unit.members:  # whoever held the full one would keep its memory, on the device too
             owner, name = places[path]
-            held[path].parameter = owner.get_parameter(name)
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            held[path].parameter = parameter
         if unit.gathers_again:
             for target in targets:
                 GatherAgain(target).install()
@@ -86,8 +88,7 @@ def _sharded_module(node: Node) -> FSDPModule:
 
 def _place(tree: Tree, held: Held) -> tuple[nn.Module, str]:
     """Where a parameter is found, also after it was replaced."""
-    owner = tree.nodes[held.owners[0]].inner
-    return owner, next(name for name, value in owner._parameters.items() if value is held.parameter)
+    return tree.nodes[held.owners[0]].inner, held.path.rpartition(".")[2]
 
 
 def _policy(unit: Unit, held: dict[str, Held]) -> MixedPrecisionPolicy:

@@ -151,13 +151,12 @@ def mesh_of(case: Case) -> DeviceMesh:
     return init_device_mesh("cpu", (case.world,))
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each block, in one graph where nothing in it is an FSDP module."""
+def compile_block(model: nn.Module) -> None:
+    """Compile the last block, in one graph where nothing in it is an FSDP module; the first stays eager."""
     torch._dynamo.reset()
-    for module in model.modules():
-        if type(module).__name__.endswith("Block"):
-            nested = any(isinstance(each, FSDPModule) for each in module.modules() if each is not module)
-            module.compile(backend="aot_eager", fullgraph=not nested)
+    *_, block = (module for module in model.modules() if type(module).__name__.endswith("Block"))
+    nested = any(isinstance(each, FSDPModule) for each in block.modules() if each is not block)
+    block.compile(backend="aot_eager", fullgraph=not nested)
 
 
 def run_case(case: Case, lowering: str) -> Run:
@@ -176,7 +175,7 @@ def train_case(case: Case, lowering: str) -> Run:
     model = islands(case)
     shard_annotated(model, mesh_of(case), mp_policy=BF16, lowering=lowering)
     if case.compiled:
-        compile_blocks(model)
+        compile_block(model)
     assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     torch.manual_seed(100 + dist.get_rank())
