@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,21 @@ class Finding:
         return f"{self.code} {self.severity} at {where}: {self.declared}, but {self.wrong}. {self.write}."
 
 
+def fold_findings(findings: Iterable[Finding]) -> list[str]:
+    """Return the text of the findings, one line for all that differ by numbers only: ninety layers alike."""
+    folded: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.code, *(_NUMBER.sub("#", text) for text in (finding.path, finding.declared)))
+        folded.setdefault(key, []).append(finding)
+    more = (f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else "" for alike in folded.values())
+    return [f"{alike[0]}{words}" for alike, words in zip(folded.values(), more, strict=True)]
+
+
 class AnnotationError(ValueError):
     """A mark, an option or the model itself cannot be sharded as declared; nothing was changed.
 
-    `findings` holds every finding of severity `"error"`, not only the first.
+    `findings` holds every finding of severity `"error"`; the text has one line for all of a kind that differ
+    by numbers only.
     """
 
     outcome = "nothing was sharded"
@@ -45,7 +58,7 @@ class AnnotationError(ValueError):
         self.findings: tuple[Finding, ...] = tuple(findings)
         count = len(self.findings)
         head = f"{count} finding{'' if count == 1 else 's'}; {self.outcome}"
-        super().__init__("\n".join([head, *(f"  {finding}" for finding in self.findings)]))
+        super().__init__("\n".join([head, *(f"  {line}" for line in fold_findings(self.findings))]))
 
     def __reduce__(self) -> tuple[type[AnnotationError], tuple[tuple[Finding, ...]]]:
         return type(self), (self.findings,)

@@ -11,12 +11,11 @@ from itertools import pairwise
 
 import torch
 
-from annotate_fsdp.errors import Finding
+from annotate_fsdp.errors import Finding, fold_findings
 from annotate_fsdp.plan import Plan, Unit, dtype_name, human_bytes
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 _NUMBERED_PATH = re.compile(r"(?<=\.)\d+(?=[.:])")  # the same within a sentence
-_ANY_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -132,17 +131,10 @@ def render_findings(findings: Sequence[Finding]) -> str:
     if not findings:
         return "findings: none"
     order = ("error", "warning", "info")
-    folded: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in sorted(findings, key=lambda f: order.index(f.severity)):
-        key = (finding.code, *(_ANY_NUMBER.sub("#", text) for text in (finding.path, finding.declared)))
-        folded.setdefault(key, []).append(finding)
     counts = [f"{n} {s}" for s in order if (n := sum(f.severity == s for f in findings))]
     lines = [f"findings: {', '.join(counts)}"]
-    for alike in folded.values():
-        more = f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else ""
-        lines += textwrap.wrap(
-            printable(f"{alike[0]}{more}"), 100, initial_indent="  ", subsequent_indent="      "
-        )
+    for text in fold_findings(sorted(findings, key=lambda f: order.index(f.severity))):
+        lines += textwrap.wrap(printable(text), 100, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(lines)
 
 

@@ -447,3 +447,19 @@ def test_every_code_is_held_by_a_test() -> None:
     tested = {code for file in TESTS.glob("test_*.py") for code in re.findall(r"AF\d{3}", file.read_text())}
     assert len(codes) > 40
     assert codes <= tested
+
+
+def test_an_error_names_once_what_is_wrong_in_every_layer() -> None:
+    layers = [Block() for _ in range(91)]
+    for layer in layers:
+        layer.norm.scale = nn.Parameter(torch.tensor(1.0))
+    model = nn.Sequential(*layers[:90], nn.Sequential(layers[90]))
+    with pytest.raises(AnnotationError) as error:
+        plan_annotated(model)
+    assert len(error.value.findings) == 91
+    head, folded, single = str(error.value).splitlines()
+    assert head == "91 findings; nothing was sharded"
+    assert folded.startswith("  AF202 error at 0.norm.scale: a 0-dim parameter in unit 0, but FSDP2 ")
+    assert folded.endswith(" keep it frozen. (and 89 more like it)")
+    assert single.startswith("  AF202 error at 90.0.norm.scale: a 0-dim parameter in unit 90.0, but FSDP2 ")
+    assert "like it" not in single
