@@ -19,7 +19,13 @@ from torch.distributed.fsdp import (
 from annotate_fsdp.boundary import Boundary
 from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
-from annotate_fsdp.introspect import FreeAfterEvaluation, GatherAgain, data_parallel_mesh, place_full_mesh
+from annotate_fsdp.introspect import (
+    FreeAfterEvaluation,
+    FreeOutdated,
+    GatherAgain,
+    data_parallel_mesh,
+    place_full_mesh,
+)
 from annotate_fsdp.plan import Plan, Unit
 
 
@@ -75,8 +81,18 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
             sharded[unit.path].set_modules_to_forward_prefetch([sharded[path] for path in forward])
         if backward:
             sharded[unit.path].set_modules_to_backward_prefetch([sharded[path] for path in backward])
-    if freed := [modules[unit.path] for unit in plan.units if unit.is_freed_after_evaluation]:
-        modules[""].register_forward_hook(FreeAfterEvaluation(freed))
+        if unit.is_freed_after_evaluation:
+            outdated = FreeOutdated(modules[unit.path])
+            for path in unit.paths:
+                modules[path].register_forward_pre_hook(outdated, prepend=True)
+    if freed := [unit for unit in plan.units if unit.is_freed_after_evaluation]:
+        evaluation = FreeAfterEvaluation(modules[unit.path] for unit in freed)
+        scattered = any(unit.path for unit in freed)  # what belongs to the root alone is gathered by it alone
+        applied = [unit for unit in plan.units if unit.lowering != "kept"]
+        parts = [path for unit in applied for path in unit.paths if path] if scattered else []
+        evaluation.watch(modules[""], (modules[path] for path in parts))
+        for path, method in (pair for unit in applied for pair in unit.forward_methods):
+            evaluation.watch_method(modules[path], method)
 
 
 def _sharded_module(node: Node) -> FSDPModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -124,21 +125,90 @@ class GatherAgain:
 
 
 class FreeAfterEvaluation:
-    """A forward hook that frees units once a forward without gradients has ended.
+    """Frees units once a forward without gradients has ended, of the whole model or of a part, or has raised.
 
-    What stays gathered would be used again by the next forward, although the optimizer may have changed the
-    shards since.
+    What stays gathered hides its gradients from the optimizer and from clipping, and would be used again by
+    the next forward, although the optimizer may have changed the shards since.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = tuple(module for module in modules if isinstance(module, FSDPModule))
+        self.modules = tuple(modules)
+        self.depth = 0  # of calls of the root, which may call itself
+
+    def watch(self, root: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Free them after a forward of `root`, and of each sharded module in `parts` that is called alone."""
+        root.register_forward_pre_hook(self._enter, prepend=True)
+        root.register_forward_hook(self._leave, always_call=True)
+        for part in parts:
+            part.register_forward_hook(self._after_part)
+
+    def watch_method(self, module: nn.Module, name: str) -> None:
+        """Free them after a forward method of `module` besides forward."""
+        method = getattr(module, name)
+
+        @wraps(method)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._after_part(module)
+
+        setattr(module, name, watched)
 
     @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def _enter(self, *_: object) -> None:
+        self.depth += 1
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def _leave(self, *_: object) -> None:
+        self.depth = max(self.depth - 1, 0)  # a hook that ran before ours may have raised
+        self._free()
+
+    def _free(self) -> None:
         """Free them, if no backward can follow."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.depth:
             for each in self.modules:
-                each.reshard()
+                _free(each)
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def _after_part(self, module: nn.Module, *_: object) -> None:
+        """Free them, if no other forward is around that of `module`."""
+        if fsdp_state(module)._state_ctx.iter_forward_root in (None, fsdp_state(module)):
+            self._free()
+
+
+class FreeOutdated:
+    """A forward pre-hook, one for all modules of a unit, that frees it if its shards have changed since.
+
+    A forward that no backward follows leaves such a unit gathered: one with gradients, one that raised, one
+    of a part of the model or through another method than forward. Once the optimizer has stepped, the next
+    forward would use the weights of before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.seen: list[tuple[int, int]] = []
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def __call__(self, module: nn.Module, args: object) -> None:
+        """Free it if it was gathered from other values than its shards have now."""
+        if is_bw():
+            return
+        groups = fsdp_state(self.module)._fsdp_param_groups
+        shards = [param.sharded_param for group in groups for param in group.fsdp_params]
+        seen = [(id(shard), 0 if shard.is_inference() else shard._version) for shard in shards]
+        if seen != self.seen and is_gathered(self.module):
+            _free(self.module)
+        self.seen = seen
+
+
+def _free(module: nn.Module) -> None:
+    """Free the unit of a sharded module, also one that a forward that raised has left in use."""
+    assert isinstance(module, FSDPModule)
+    for group in fsdp_state(module)._fsdp_param_groups:
+        if group._training_state is TrainingState.FORWARD:  # it would stay gathered until the forward ends
+            group._training_state = TrainingState.IDLE
+    module.reshard()
 
 
 def gathers_again(module: nn.Module) -> bool:

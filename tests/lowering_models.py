@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from annotate_fsdp import fsdp_unit
+from annotate_fsdp import fsdp_forward, fsdp_unit
 
 WIDTH = 16
 
@@ -21,7 +21,8 @@ class Case:
     - form: how the islands say fp32: `"casts itself"`, `"default"` or `"output"` (`output_dtype=float32`).
     - checkpointing: `"none"`, `"block"`, `"sub-block"` or `"reentrant"` (blocks).
     - schedule: `"plain"`, `"accumulate"` (3 microbatches), `"two forwards"` before one backward, or
-      `"evaluate"` before each step, or `"evaluate late"`, between backward and the optimizer's step.
+      `"evaluate"` before each step, or, between backward and the optimizer's step, `"evaluate late"`,
+      `"method late"`, `"raise late"`, `"part late"` (all without gradients) or `"gradients late"`.
     - member: what the member that runs last does: `"used"`, `"no_grad"`, `"detached"`, `"unused"`, or
       `"skipped"` (a block with its members does not run on any rank in two of the steps), or `"idle"` (the
       block itself does run then, its members do not).
@@ -127,6 +128,15 @@ class Islands(nn.Module):
         self.member = case.member
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.run(tokens)
+
+    @fsdp_forward
+    def score(self, tokens: Tensor) -> Tensor:
+        """What forward does, as a further entry point."""
+        return self.run(tokens)
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """The model itself."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x) if layer.is_on else x

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lowering_models import Block, Case, islands
+from lowering_models import WIDTH, Block, Case, islands
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -193,14 +193,39 @@ def train_case(case: Case, lowering: str) -> Run:
             losses = run_step(case, model, batch)
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if case.schedule == "evaluate late":
-            with torch.no_grad():
-                model(torch.zeros(2, 8, dtype=torch.long))
+        if case.schedule.endswith(" late"):
+            run_late(model, case.schedule)
+            hidden = [n for n, p in model.named_parameters() if p.grad is None and grads[n] is not None]
+            assert case.schedule == "gradients late" or hidden == []
         optimizer.step()
         optimizer.zero_grad()
         record.append((losses, norm.full_tensor().item(), grads))
     plan = plan_of(model)
     return Run(record, plan, called, [predicted(case, plan, step) for step in range(STEPS)])
+
+
+def run_late(model: Any, schedule: str) -> None:
+    """A forward that no backward follows, between a backward and the optimizer's step."""
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    if schedule == "gradients late":
+        model(tokens)
+        return
+    with torch.no_grad():
+        if schedule == "evaluate late":
+            model(tokens)
+        elif schedule == "method late":
+            model.score(tokens)
+        elif schedule == "part late":
+            model.layers[0](torch.zeros(2, 8, WIDTH, dtype=torch.bfloat16))
+        else:
+            broken = model.layers[1].register_forward_hook(interrupt)
+            with pytest.raises(EOFError):
+                model(tokens)
+            broken.remove()
+
+
+def interrupt(*_: object) -> None:
+    raise EOFError
 
 
 def run_step(case: Case, model: Any, batch: Callable[[], Tensor]) -> list[float]:
@@ -337,18 +362,21 @@ def test_every_lowering_has_the_numbers_of_one_unit_for_each_mark(ranks: Pool, c
     check(ranks, case)
 
 
-def with_and_without_evaluation(lowering: str) -> str:
-    """The difference that an evaluation between backward and the optimizer's step makes to training."""
+def with_and_without_evaluation(lowering: str, schedule: str) -> str:
+    """The difference that a forward between backward and the optimizer's step makes to training."""
     case = Case(form="default")
     plain = train_case(case, lowering)
-    evaluated = train_case(replace(case, schedule="evaluate late"), lowering)
+    evaluated = train_case(replace(case, schedule=schedule), lowering)
     return difference(plain.record, evaluated.record)
 
 
 @pytest.mark.parametrize("lowering", ["unit", "group", "fold"])
-def test_an_evaluation_before_the_optimizers_step_changes_nothing(ranks: Pool, lowering: str) -> None:
+@pytest.mark.parametrize("schedule", ["evaluate", "method", "raise", "part", "gradients"])
+def test_a_forward_before_the_optimizers_step_changes_nothing(
+    ranks: Pool, lowering: str, schedule: str
+) -> None:
     """FSDP2 itself keeps what it gathered for the root, and would train on with weights of the past."""
-    assert ranks.run(with_and_without_evaluation, lowering) == ["", ""]
+    assert ranks.run(with_and_without_evaluation, lowering, f"{schedule} late") == ["", ""]
 
 
 @pytest.mark.slow
