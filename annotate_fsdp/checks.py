@@ -159,6 +159,7 @@ def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
         if len(first) > 1:
             dtypes = sorted(first, key=lambda dtype: count[dtype])
             odd = first[dtypes[0]]
+            owner = odd.rpartition(".")[0]
             listed = "; ".join(f"{count[d]} {dtype_name(d)} such as {first[d]}" for d in dtypes)
             yield Finding(
                 "AF203",
@@ -166,8 +167,9 @@ def check_storage_dtypes(facts: Facts) -> Iterator[Finding]:
                 odd,
                 f"trainable {dtype_name(dtypes[0])} in unit {unit.name}",
                 f"the unit stores trainable parameters of {len(first)} dtypes: {listed}",
-                f"Mark {odd.rpartition('.')[0] or 'its owner'} as a unit of its own, "
-                "or store all in one dtype",
+                "Store all in one dtype"
+                if owner in unit.paths
+                else f"Mark {owner} as a unit of its own, or store all in one dtype",
             )
 
 

@@ -157,6 +157,7 @@ class Planner:
 
     def _declare(self, kept: tuple[Unit, ...]) -> None:
         kept_at = {path: unit for unit in kept for path in unit.paths}
+        folded = {cast.path for unit in kept for cast in unit.casts}  # carried out by the unit around
         kept_drafts: dict[int, _Draft] = {}
         for node in self.tree.nodes:
             if (unit := kept_at.get(node.path)) is not None:
@@ -167,6 +168,8 @@ class Planner:
                 draft.nodes.append(node.index)
                 draft.specs.append(None)
                 self.draft_of[node.index] = draft
+            elif node.path in folded:
+                continue
             elif node.index not in self.ignored_nodes and isinstance(node.mark, UnitSpec):
                 self._new_draft([node.index], [node.mark], node.provenance)
             elif node.index == 0:
@@ -492,8 +495,11 @@ class Planner:
         """Compute dtype of the unit around, which must be one if the output is cast back to it."""
         if node == 0:
             return self.options.mp_policy.param_dtype
-        dtypes = {(draft.policy or self.options.mp_policy).param_dtype: draft for draft in self.around[node]}
-        is_cast_back = spec.output_dtype == "enclosing" and not spec.casts_itself
+        dtypes = {self._compute_dtype(draft): draft for draft in self.around[node]}
+        if len(dtypes) > 1:
+            dtypes.pop(None, None)  # a unit that holds nothing and casts nothing does not mind
+        computes = spec.policy != "inherit" or self.options.mp_policy.param_dtype is not None
+        is_cast_back = spec.output_dtype == "enclosing" and not spec.casts_itself and computes
         if len(dtypes) > 1 and is_cast_back and not isinstance(spec.policy, MixedPrecisionPolicy):
             (first, here), (second, there) = list(dtypes.items())[:2]
             self.findings.append(
@@ -508,6 +514,13 @@ class Planner:
                 )
             )
         return next(iter(dtypes), self.options.mp_policy.param_dtype)
+
+    def _compute_dtype(self, draft: _Draft) -> torch.dtype | None:
+        """What a draft computes in: as it is stored, if its policy names nothing and it stores one dtype."""
+        if (dtype := (draft.policy or self.options.mp_policy).param_dtype) is not None:
+            return dtype
+        stored = {held.parameter.dtype for held in draft.members if held.parameter.is_floating_point()}
+        return stored.pop() if len(stored) == 1 else None
 
     def _reshard(self, draft: _Draft) -> bool | int | None:
         own = next(

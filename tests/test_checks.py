@@ -463,3 +463,12 @@ def test_an_error_names_once_what_is_wrong_in_every_layer() -> None:
     assert folded.endswith(" keep it frozen. (and 89 more like it)")
     assert single.startswith("  AF202 error at 90.0.norm.scale: a 0-dim parameter in unit 90.0, but FSDP2 ")
     assert "like it" not in single
+
+
+def test_mixed_storage_inside_one_marked_module_is_not_answered_with_another_mark() -> None:
+    model = blocks()
+    fsdp_unit(model[0].linear)
+    model[0].linear.weight.data = model[0].linear.weight.data.bfloat16()
+    (finding,) = findings(model)
+    assert finding.startswith("AF203 error at 0.linear.")
+    assert finding.endswith(". Store all in one dtype.")

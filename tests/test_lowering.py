@@ -6,11 +6,12 @@ import copy
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lowering_models import Case, CastingNorm, islands
+from lowering_models import WIDTH, Case, CastingNorm, islands
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -623,3 +624,20 @@ def test_torch_refuses_a_tied_weight_in_two_units(fake_world: Any) -> None:
     fully_shard(model, mesh=mesh)
     with pytest.raises((ValueError, AssertionError)):
         model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("lowering", ["unit", "group", pytest.param("fold", marks=needs_fold)])
+def test_what_was_grouped_or_folded_before_is_kept_as_it_is(
+    fake_world: Callable[..., None], lowering: str
+) -> None:
+    fake_world(2)
+    mesh = init_device_mesh("cpu", (2,))
+    part = islands(Case())
+    whole = nn.Sequential(part, nn.Linear(WIDTH, WIDTH))
+    options: dict[str, Any] = {"mp_policy": BF16, "lowering": lowering}
+    shard_annotated(part, mesh, **options)
+    units = plan_of(part).units
+    shard_annotated(whole, mesh, existing="keep", **options)
+    assert [unit.members for unit in plan_of(whole).units[:-1]] == [
+        tuple(f"0.{path}" for path in unit.members) for unit in units
+    ]

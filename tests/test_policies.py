@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import bfloat16, float16, float32, float64
+from torch import bfloat16, float16, float32, float64, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from annotate_fsdp import UnitSpec
+from annotate_fsdp import UnitSpec, fsdp_unit, plan_annotated
 from annotate_fsdp.policies import (
     PolicyProblem,
     check_policies,
@@ -225,3 +225,26 @@ def test_a_verbatim_policy_depends_on_nothing_around_it(
         written.output_dtype,
         written.cast_forward_inputs,
     )
+
+
+@pytest.mark.parametrize(("storage", "island"), [(float32, bfloat16), (bfloat16, float32)])
+def test_without_a_policy_an_islands_output_is_cast_back_to_what_the_unit_around_stores(
+    storage: torch.dtype, island: torch.dtype
+) -> None:
+    norm = fsdp_unit(nn.LayerNorm(4), policy=island)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4)).to(storage)
+    policy = plan_annotated(model, lowering="unit").unit("1").policy
+    assert (policy.param_dtype, policy.output_dtype) == (island, storage)
+
+
+def test_without_a_policy_two_storage_dtypes_around_an_island_are_no_dtype_to_cast_to() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16().requires_grad_(False)
+            self.norm = fsdp_unit(nn.LayerNorm(4), policy="fp32")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.wide(x))
+
+    assert plan_annotated(Halves(), lowering="unit").unit("norm").policy.output_dtype is None
