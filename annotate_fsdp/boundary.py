@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.errors import Finding, FoldedCallError
 from annotate_fsdp.plan import Cast
 
 
@@ -40,7 +40,7 @@ class Boundary:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cast the inputs and join their gradients; refuse a call outside of the unit's forward."""
         if self.cast.is_folded and isinstance(self.owner._parameters[self.name], DTensor):
-            raise AnnotationError([self._not_gathered()])
+            raise FoldedCallError([self._not_gathered()])
         if self.cast.inputs is not None:
             args, kwargs = cast_floats(args, self.cast.inputs), cast_floats(kwargs, self.cast.inputs)
         return _join_gradients(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)

@@ -64,6 +64,12 @@ class AnnotationError(ValueError):
         return type(self), (self.findings,)
 
 
+class FoldedCallError(AnnotationError):
+    """A folded module was called outside of its unit's forward; the call was refused."""
+
+    outcome = "the call was refused"
+
+
 class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
 

@@ -202,7 +202,8 @@ class _Lowering:
         heights = self._heights()
         open_groups: dict[tuple[object, ...], list[Unit]] = {}
         filled: dict[tuple[object, ...], int] = {}
-        groups: list[list[Unit]] = []
+        agree: dict[tuple[object, ...], int] = {}
+        groups: list[tuple[tuple[object, ...], list[Unit]]] = []
         for unit in self.plan.units:
             if unit.paths not in self.units:
                 continue
@@ -215,25 +216,30 @@ class _Lowering:
             if key not in open_groups or filled[key] + size > self.group_bytes:
                 open_groups[key] = []
                 filled[key] = 0
-                groups.append(open_groups[key])
+                groups.append((key, open_groups[key]))
             open_groups[key].append(unit)
             filled[key] += size
-        for members in groups:
+            agree[key] = agree.get(key, 0) + 1
+        for key, members in groups:
             if len(members) > 1:
                 self._merge(members)
             elif self._may_still_be_folded(members[0]):
                 self._fold_into(members[0], self.deferred[members[0].paths])
             else:
-                self._keep(members[0].paths, self._alone(members[0]))
+                self._keep(members[0].paths, self._alone(members[0], agree[key]))
 
     def _may_still_be_folded(self, unit: Unit) -> bool:
         """Whether the unit around it, which gathers nothing of its own, can hold it beside what it took."""
         host = self.deferred.get(unit.paths)
         return host is not None and not host.why_not(unit, self.can_fold)
 
-    def _alone(self, unit: Unit) -> str:
+    def _alone(self, unit: Unit, agree: int) -> str:
+        """Why a small unit has no group, `agree` units having its key."""
+        why = "no other small unit agrees with it"
+        if agree > 1:
+            why = f"no group has room for it (group_bytes: {human_bytes(self.group_bytes)})"
         not_folded = self.why_not_folded.get(unit.paths)
-        return "no other small unit agrees with it" + (f"; not folded: {not_folded}" if not_folded else "")
+        return why + (f"; not folded: {not_folded}" if not_folded else "")
 
     def _keep(self, paths: Paths, why: str) -> None:
         unit = self.units[paths]

@@ -215,7 +215,8 @@ def test_large_units_stay_and_say_their_size() -> None:
 def test_a_group_holds_no_more_than_its_bytes_and_the_next_follows_in_forward_order() -> None:
     model = Block(**{name: norm() for name in "abcde"})
     assert names(model, group_bytes=128) == ["a, b", "c, d", "e", "(root)"]
-    assert why(model, "e", group_bytes=128) == "own unit: no other small unit agrees with it"
+    assert why(model, "e", group_bytes=128) == "own unit: no group has room for it (group_bytes: 128 B)"
+    assert why(Block(a=norm()), "a") == "own unit: no other small unit agrees with it"
     assert names(model, group_bytes=0) == ["a", "b", "c", "d", "e", "(root)"]
 
 
@@ -365,7 +366,7 @@ def call_outside(lowering: str) -> tuple[str, bool]:
     try:
         model.layers[1].attention.first(torch.ones(2, 16))
     except AnnotationError as error:
-        message = str(error.findings[0])
+        message = str(error)
     model(torch.zeros(1, 4, dtype=torch.long)).backward()  # and a right call works after it
     return message, boundary_of(model.layers[1].attention.first) is not None
 
@@ -374,8 +375,9 @@ def call_outside(lowering: str) -> tuple[str, bool]:
 def test_a_folded_module_called_outside_of_its_unit_is_a_named_error(ranks: Pool) -> None:
     for message, _ in ranks.run(call_outside, "fold"):
         assert message == (
-            "AF304 error at layers.1.attention.first: a module folded into unit layers.1, but it was called "
-            "outside of that unit's forward, so its parameters are not gathered. Call it inside that "
+            "1 finding; the call was refused\n"
+            "  AF304 error at layers.1.attention.first: a module folded into unit layers.1, but it was "
+            "called outside of that unit's forward, so its parameters are not gathered. Call it inside that "
             'forward, or shard with lowering="group" or "unit".'
         )
 
