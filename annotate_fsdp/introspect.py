@@ -165,8 +165,8 @@ class FreeAfterEvaluation:
         self._free()
 
     def _free(self) -> None:
-        """Free them, if no backward can follow."""
-        if not torch.is_grad_enabled() and not self.depth:
+        """Free them, if no backward can follow; what is recomputed in a backward belongs to it."""
+        if not torch.is_grad_enabled() and not self.depth and not is_bw():
             for each in self.modules:
                 _free(each)
 

@@ -134,7 +134,7 @@ def run_reference(case: Case, lowering: str) -> Run:
             if observation is None:  # the steps are alike
                 planned.append(planned[microbatch])
                 continue
-            assert observation.disagreements == ()
+            assert observation.disagreements == (), observation.disagreements
             planned.append(observation.planned_collectives.counts())
         grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
