@@ -81,18 +81,24 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
             sharded[unit.path].set_modules_to_forward_prefetch([sharded[path] for path in forward])
         if backward:
             sharded[unit.path].set_modules_to_backward_prefetch([sharded[path] for path in backward])
-        if unit.is_freed_after_evaluation:
-            outdated = FreeOutdated(modules[unit.path])
-            for path in unit.paths:
-                modules[path].register_forward_pre_hook(outdated, prepend=True)
-    if freed := [unit for unit in plan.units if unit.is_freed_after_evaluation]:
-        evaluation = FreeAfterEvaluation(modules[unit.path] for unit in freed)
-        scattered = any(unit.path for unit in freed)  # what belongs to the root alone is gathered by it alone
-        applied = [unit for unit in plan.units if unit.lowering != "kept"]
-        parts = [path for unit in applied for path in unit.paths if path] if scattered else []
-        evaluation.watch(modules[""], (modules[path] for path in parts))
-        for path, method in (pair for unit in applied for pair in unit.forward_methods):
-            evaluation.watch_method(modules[path], method)
+    _free_in_time([unit for unit in plan.units if unit.lowering != "kept"], modules)
+
+
+def _free_in_time(units: list[Unit], modules: dict[str, nn.Module]) -> None:
+    """Put hooks on the modules of `units`, so that what stays gathered is never used once it is outdated."""
+    freed = [unit for unit in units if unit.is_freed_after_evaluation]
+    for unit in freed:
+        outdated = FreeOutdated(modules[unit.path])
+        for path in unit.paths:
+            modules[path].register_forward_pre_hook(outdated, prepend=True)
+    if not freed:
+        return
+    evaluation = FreeAfterEvaluation(modules[unit.path] for unit in freed)
+    scattered = any(unit.path for unit in freed)  # what belongs to the root alone is gathered by it alone
+    parts = [path for unit in units for path in unit.paths if path] if scattered else []
+    evaluation.watch(modules[""], (modules[path] for path in parts))
+    for path, method in (pair for unit in units for pair in unit.forward_methods):
+        evaluation.watch_method(modules[path], method)
 
 
 def _sharded_module(node: Node) -> FSDPModule:

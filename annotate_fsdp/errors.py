@@ -9,6 +9,7 @@ from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
 _NUMBER = re.compile(r"\d+")
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class Finding:
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[str]:
-    """Return the text of the findings, one line for all that differ by numbers only: ninety layers alike."""
+    """Return the text of the findings, one line for all that differ by an index only: ninety layers alike."""
     folded: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        key = (finding.code, *(_NUMBER.sub("#", text) for text in (finding.path, finding.declared)))
+        key = (finding.code, _INDEX.sub("#", finding.path), _NUMBER.sub("#", finding.declared))
         folded.setdefault(key, []).append(finding)
     more = (f" (and {len(alike) - 1} more like it)" if len(alike) > 1 else "" for alike in folded.values())
     return [f"{alike[0]}{words}" for alike, words in zip(folded.values(), more, strict=True)]
@@ -48,8 +49,8 @@ def fold_findings(findings: Iterable[Finding]) -> list[str]:
 class AnnotationError(ValueError):
     """A mark, an option or the model itself cannot be sharded as declared; nothing was changed.
 
-    `findings` holds every finding of severity `"error"`; the text has one line for all of a kind that differ
-    by numbers only.
+    `findings` holds every finding of severity `"error"`; the text has one line for all of a kind whose paths
+    differ by an index only.
     """
 
     outcome = "nothing was sharded"

@@ -78,6 +78,7 @@ class Planner:
         self.ignored = self._ignored_parameters()
         self.drafts: list[_Draft] = []
         self._resolved: dict[tuple[object, ...], MixedPrecisionPolicy] = {}
+        self._stored: dict[int, torch.dtype | None] = {}  # draft -> the one dtype it stores, if it is one
         self.draft_of: dict[int, _Draft] = {}  # node -> its draft
         self.around: list[tuple[_Draft, ...]] = []  # node -> nearest enclosing drafts, itself left out
         self.on_every_way: list[frozenset[int]] = []  # node -> ids of drafts on every way to it from the root
@@ -519,8 +520,10 @@ class Planner:
         """What a draft computes in: as it is stored, if its policy names nothing and it stores one dtype."""
         if (dtype := (draft.policy or self.options.mp_policy).param_dtype) is not None:
             return dtype
-        stored = {held.parameter.dtype for held in draft.members if held.parameter.is_floating_point()}
-        return stored.pop() if len(stored) == 1 else None
+        if id(draft) not in self._stored:  # looked up for every unit inside it
+            dtypes = {held.parameter.dtype for held in draft.members if held.parameter.is_floating_point()}
+            self._stored[id(draft)] = dtypes.pop() if len(dtypes) == 1 else None
+        return self._stored[id(draft)]
 
     def _reshard(self, draft: _Draft) -> bool | int | None:
         own = next(

@@ -1046,6 +1046,18 @@ def test_planning_ten_thousand_modules_takes_under_a_second_and_time_grows_with_
     assert ratio < 1.5
 
 
+def test_planning_is_linear_in_the_units_inside_one_unit() -> None:
+    """Each of them asks for the dtype that the root computes in, which holds many parameters."""
+
+    def flat(units: int) -> nn.Module:
+        with torch.device("meta"):
+            pairs = [(linear(), fsdp_unit(nn.LayerNorm(4), policy="fp32")) for _ in range(units)]
+        return nn.Sequential(*(module for pair in pairs for module in pair))
+
+    small, large = (statistics.median(planning_time(flat(units)) for _ in range(3)) for units in (400, 3200))
+    assert large / small < 2 * 8
+
+
 @pytest.mark.slow
 def test_planning_is_linear_up_to_a_hundred_thousand_modules() -> None:
     _, ratio = per_module(10_000, 100_000, 2)
