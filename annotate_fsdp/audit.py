@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import Finding
+from annotate_fsdp.hazards import run_hazards
 from annotate_fsdp.introspect import applied_plan, plan_of
 from annotate_fsdp.plan import Plan, dtype_name
 from annotate_fsdp.render import printable, render_findings, render_lowering, render_totals, render_units
@@ -52,7 +53,14 @@ class AuditReport:
         return not self.errors
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-able data; `schema` names its form."""
+        """Return the report as JSON-able data, enough to gate a job.
+
+        - schema: name of this form; it changes when a key changes its meaning or goes.
+        - torch: version; model: class of the root; state: `"predicted"` or `"sharded"`.
+        - plan: what is meant to be (`Plan.to_dict`), bytes in `*_bytes`, dtypes such as `"bf16"`.
+        - actual: what FSDP2 holds, in the same form; null before sharding.
+        - findings: code, severity, path, declared, wrong, write (`Finding`), errors first.
+        """
         return {
             "schema": SCHEMA,
             "torch": torch.__version__,
@@ -132,7 +140,7 @@ def audit(
 
 def _still_true(prepared: Prepared, applied: Plan | None) -> Iterator[Finding]:
     """The findings of the marks; once a plan was applied, errors of today's options are beside the point."""
-    for finding in prepared.findings:
+    for finding in (*prepared.findings, *run_hazards(prepared.facts)):
         if applied is None or finding.severity != "error":
             yield finding
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
 from annotate_fsdp.collect import Node, Tree, dtensor_of, original_class
@@ -41,6 +41,11 @@ class Facts:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by their first FQN."""
         return {held.path: held.parameter for held in self.tree.held}
+
+    @cached_property
+    def policies(self) -> dict[str, MixedPrecisionPolicy]:
+        """The policies by the FQNs of the units' modules."""
+        return {path: unit.policy for unit in self.plan.units for path in unit.paths}
 
     @property
     def planned(self) -> Iterator[Unit]:
@@ -361,64 +366,6 @@ def _why_not(data: DTensor, mesh: DeviceMesh, dims: DataParallelMeshDims | None)
     return ""
 
 
-def check_stored_below_compute(facts: Facts) -> Iterator[Finding]:
-    """AF501: weights stored in less than they compute in lose updates smaller than their spacing."""
-    for unit in facts.plan.units:
-        low = [p for p in unit.parameters if p.trainable and _is_lower(p.dtype, unit.compute_dtype(p))]
-        if low:
-            compute = unit.compute_dtype(low[0])
-            more = f" and {len(low) - 1} more" if len(low) > 1 else ""
-            yield Finding(
-                "AF501",
-                "warning",
-                low[0].path,
-                f"{dtype_name(compute)} compute in unit {unit.name}",
-                f"it is stored in {dtype_name(low[0].dtype)}{more}, so the optimizer loses small updates",
-                f"Store it in {dtype_name(compute)} before sharding: module.to({compute})",
-            )
-
-
-def _is_lower(stored: torch.dtype, compute: torch.dtype) -> bool:
-    return stored.is_floating_point and stored.itemsize < compute.itemsize
-
-
-def check_empty_units(facts: Facts) -> Iterator[Finding]:
-    """AF207: a marked module without parameters of its own shards nothing."""
-    nodes = facts.by_path
-    for unit in facts.planned:
-        if unit.members or unit.path == "" or not isinstance(nodes[unit.path].mark, UnitSpec):
-            continue
-        reason = (
-            "its parameters belong to other units" if unit.excluded else "it has no parameters of its own"
-        )
-        yield Finding(
-            "AF207",
-            "info",
-            unit.path,
-            f"a unit ({unit.provenance})",
-            f"{reason}: it only casts its inputs and outputs",
-            "Take the mark away with fsdp_off if that is not meant",
-        )
-
-
-def check_lost_buffers(facts: Facts) -> Iterator[Finding]:
-    """AF601: a non-persistent buffer on meta is in no state dict and must be computed again."""
-    for node in facts.tree.nodes:
-        unsaved = node.inner._non_persistent_buffers_set
-        for name in sorted(unsaved) if unsaved else ():
-            buffer = node.inner._buffers.get(name)
-            if buffer is None or not buffer.is_meta or hasattr(node.inner, "reset_buffers"):
-                continue
-            yield Finding(
-                "AF601",
-                "info",
-                f"{node.path}.{name}" if node.path else name,
-                "a non-persistent buffer on meta",
-                "no state dict holds it, and materializing leaves it undefined",
-                f"Define reset_buffers() on {node.class_name}, or compute it in materialize(init=...)",
-            )
-
-
 RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_marked,
     check_mesh,
@@ -432,9 +379,6 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_ignored,
     check_forward_methods,
     check_tensor_parallel,
-    check_stored_below_compute,
-    check_empty_units,
-    check_lost_buffers,
 )
 
 # A piece that a framework shards need carry no mark, and what the framework ignores, it manages itself.

@@ -1,4 +1,4 @@
-"""The command line: `annotate-fsdp audit`, `annotate-fsdp train` and `annotate-fsdp bench`."""
+"""The command line: `annotate-fsdp audit`, `train`, `bench` and `findings`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from annotate_fsdp.catalogue import catalogue_table
 from annotate_fsdp.errors import AnnotationError
 from annotate_fsdp.train.bench_settings import (
     BenchSettings,
@@ -70,6 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_audit(commands.add_parser("audit", help="say what sharding a model would do, and what is wrong"))
     _add_bench(commands.add_parser("bench", help="measure what each way of sharding a model costs"))
+    commands.add_parser("findings", help="list every finding there is, as a Markdown table").set_defaults(
+        run=_findings
+    )
     return parser
 
 
@@ -201,6 +205,11 @@ def _audit(arguments: argparse.Namespace) -> int:
         json_file=arguments.json,
         strict=arguments.strict,
     )
+
+
+def _findings(arguments: argparse.Namespace) -> int:
+    print(catalogue_table())
+    return EXIT_CLEAN
 
 
 def parse_world_size(text: str) -> int | tuple[int, int]:

@@ -120,8 +120,8 @@ def _nest(order: Iterable[str]) -> list[_Run]:
     for number, path in enumerate(order):
         inner: list[_Run] = []
         while done and _is_inside(done[-1].path, path):
-            inner.insert(0, done.pop())
-        done.append(_Run(path, number, inner))
+            inner.append(done.pop())
+        done.append(_Run(path, number, inner[::-1]))
     return done
 
 
@@ -151,9 +151,10 @@ class _Tracker:
         self.own: dict[str, list[Member]] = {path: [] for unit in units for path in unit.paths}
         self.owners: dict[str, tuple[str, ...]] = {}
         for unit in units:
+            places = {path: place for place, path in enumerate(unit.paths)}
             for member in unit.members:
                 if member.trainable:
-                    owners = _owners(unit, member)
+                    owners = _owners(places, member)
                     self.owners[member.path] = owners
                     for owner in owners:
                         self.own[owner].append(member)
@@ -169,9 +170,7 @@ class _Tracker:
         """Return the position of the first parameter in each module, or else after it."""
         starts: dict[str, int] = {}
         for position, parameter in enumerate(registered):
-            path = parameter
-            while path:
-                path = path.rpartition(".")[0]
+            for path in _around(parameter):
                 if path in self.own:
                     starts.setdefault(path, position)
         start = len(registered)
@@ -207,11 +206,17 @@ class _Tracker:
             self.claim_parameters(inner)
 
 
-def _owners(unit: Traffic, member: Member) -> tuple[str, ...]:
-    """The unit's modules that hold a member, by any of its names; all of them if none seems to."""
-    names = (member.path, *member.aliases)
-    owners = tuple(path for path in unit.paths if any(_is_inside(name, path) for name in names))
-    return owners or unit.paths
+def _owners(places: dict[str, int], member: Member) -> tuple[str, ...]:
+    """The modules of a unit, given with their places, that hold a member by any name; all if none seems to."""
+    around = {outer for name in (member.path, *member.aliases) for outer in _around(name)}
+    return tuple(sorted(around & places.keys(), key=places.__getitem__)) or tuple(places)
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that something at `path` lies in."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _forward(run: _Run) -> Iterator[Event]:

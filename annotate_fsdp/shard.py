@@ -84,11 +84,12 @@ class PartOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with everything that was found on the way to it."""
+    """A plan with everything that was found on the way to it; `facts` are those of the unlowered plan."""
 
     tree: Tree
     plan: Plan
     findings: tuple[Finding, ...]
+    facts: Facts
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -245,7 +246,7 @@ def prepare(
         if not any(finding.severity == "error" for finding in found):
             plan, wrong_dtypes = _lowered(planner, plan, options, "unit" if is_part else None)
             found += wrong_dtypes
-    return Prepared(tree, plan, tuple(dict.fromkeys(found)))
+    return Prepared(tree, plan, tuple(dict.fromkeys(found)), facts)
 
 
 def _lowered(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from annotate_fsdp import audit, fsdp_unit, plan_annotated, shard_annotated
+from annotate_fsdp import AuditReport, audit, fsdp_unit, plan_annotated, shard_annotated
 from annotate_fsdp.models.step5 import Step5Config, Step5ForCausalLM
 from annotate_fsdp.plan import human_bytes
 from annotate_fsdp.render import human_count, printable, render_units
@@ -280,3 +282,27 @@ def test_layers_with_a_step_and_with_gaps_are_folded() -> None:
         "{3-11:4}",
         "(root)",
     ]
+
+
+def test_the_keys_of_the_json_are_the_documented_ones() -> None:
+    model = Model()
+    model.layers[0].norm.bfloat16()
+    data = json.loads(audit(model, world_size=4, mp_policy=BF16).to_json())
+    documented = re.findall(r"^ *- ([\w, ]+): |; (\w+): ", AuditReport.to_dict.__doc__ or "", re.MULTILINE)
+    assert list(data) == [first or second for first, second in documented]
+    assert set(data["findings"][0]) == {"code", "severity", "path", "declared", "wrong", "write"}
+
+
+@pytest.mark.slow
+def test_the_audit_of_many_units_takes_little_longer_for_each() -> None:
+    def seconds(layers: int) -> float:
+        with torch.device("meta"):
+            model = Model(layers)
+        start = time.process_time()
+        report = audit(model, world_size=64, mp_policy=BF16)
+        assert len(report.to_json()) > len(str(report)) > layers
+        return time.process_time() - start
+
+    few, many = (min(seconds(layers) for _ in range(2)) for layers in (250, 2000))
+    assert many < 2 * 8 * few, (few, many)
+    assert many < 10, many

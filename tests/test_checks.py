@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from annotate_fsdp import (
     plan_annotated,
     shard_annotated,
 )
+from annotate_fsdp.catalogue import CATALOGUE
+from annotate_fsdp.cli import main
 
 TESTS = Path(__file__).parent
 
@@ -189,7 +192,7 @@ def test_two_trainable_storage_dtypes_in_one_unit_are_named() -> None:
         "Mark 0.norm as a unit of its own, or store all in one dtype."
     ]
     model[0].norm.requires_grad_(False)
-    assert findings(model) == []  # a frozen parameter is not reduced
+    assert [text[:5] for text in findings(model)] == ["AF507"]  # a frozen parameter is not reduced
     model[0].norm.requires_grad_(True)
     fsdp_unit(model[0].norm)
     assert findings(model) == []
@@ -441,12 +444,36 @@ def test_a_checkpoint_wrapped_block_is_one_unit() -> None:
     assert findings(model) == []
 
 
-def test_every_code_is_held_by_a_test() -> None:
+def written(files: Iterable[Path]) -> set[str]:
+    return {code for file in files for code in re.findall(r"AF\d{3}", file.read_text())}
+
+
+def test_every_code_is_in_the_catalogue_and_held_by_a_test() -> None:
     package = Path(audit.__code__.co_filename).parent
-    codes = {code for file in package.glob("*.py") for code in re.findall(r"AF\d{3}", file.read_text())}
-    tested = {code for file in TESTS.glob("test_*.py") for code in re.findall(r"AF\d{3}", file.read_text())}
-    assert len(codes) > 40
-    assert codes <= tested
+    listed = [rule.code for rule in CATALOGUE]
+    assert listed == sorted(set(listed))
+    assert written(set(package.rglob("*.py")) - {package / "catalogue.py"}) == set(listed)
+    assert set(listed) <= written(TESTS.glob("test_*.py"))
+
+
+def test_every_finding_is_as_severe_as_the_catalogue_says() -> None:
+    severity = {rule.code: rule.severity for rule in CATALOGUE}
+    found = 0
+    for file in Path(audit.__code__.co_filename).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Finding":
+                code, severe = call.args[:2]
+                assert isinstance(severe, ast.Constant), file
+                codes = [each.value for each in ast.walk(code) if isinstance(each, ast.Constant)]
+                known = [each for each in codes if each in severity]
+                assert all(severity[each] == severe.value for each in known), (file, codes)
+                found += 1
+    assert found > 50
+
+
+def test_the_readme_lists_the_catalogue(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["findings"]) == 0
+    assert capsys.readouterr().out in (TESTS.parent / "README.md").read_text()
 
 
 def test_an_error_names_once_what_is_wrong_in_every_layer() -> None:

@@ -22,6 +22,7 @@ MODELS = ROOT / "models"
 #: Imports run one way: each module imports only from those above it. `__init__` is the package's public face.
 ORDER = [
     "errors",
+    "catalogue",
     "marks",
     "policies",
     "collect",
@@ -34,6 +35,7 @@ ORDER = [
     "inversion",
     "lowering",
     "checks",
+    "hazards",
     "boundary",
     "introspect",
     "agree",
