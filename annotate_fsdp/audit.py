@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import Finding
-from annotate_fsdp.hazards import run_hazards
 from annotate_fsdp.introspect import applied_plan, plan_of
 from annotate_fsdp.plan import Plan, dtype_name
 from annotate_fsdp.render import printable, render_findings, render_lowering, render_totals, render_units
@@ -126,7 +125,7 @@ def audit(
     applied = applied_plan(model) if is_sharded else None
     if is_sharded and applied is None:
         options.setdefault("lowering", "unit")
-    prepared = prepare(model, mesh, world_size, options, read_only=is_sharded)
+    prepared = prepare(model, mesh, world_size, options, read_only=is_sharded, with_hazards=True)
     plan = applied or prepared.plan
     findings = list(_still_true(prepared, applied))
     if actual is not None:
@@ -140,7 +139,7 @@ def audit(
 
 def _still_true(prepared: Prepared, applied: Plan | None) -> Iterator[Finding]:
     """The findings of the marks; once a plan was applied, errors of today's options are beside the point."""
-    for finding in (*prepared.findings, *run_hazards(prepared.facts)):
+    for finding in prepared.findings:
         if applied is None or finding.severity != "error":
             yield finding
 

@@ -48,6 +48,7 @@ CATALOGUE: tuple[Rule, ...] = (
     Rule("AF403", "error", "`dp_mesh_dims` that do not fit the mesh"),
     Rule("AF404", "error", "a rank that is not of the mesh"),
     Rule("AF405", "error", "a DTensor parameter on an axis or a mesh that FSDP cannot join"),
+    Rule("AF406", "error", "what is sharded already on another mesh of the same ranks"),
     Rule("AF501", "warning", "trainable weights stored below their compute dtype, which lose small updates"),
     Rule("AF502", "error", "an optimizer that does not hold the model's parameters"),
     Rule("AF503", "error", "a dtype that torch does not compute in"),

@@ -366,6 +366,36 @@ def _why_not(data: DTensor, mesh: DeviceMesh, dims: DataParallelMeshDims | None)
     return ""
 
 
+def check_one_mesh(facts: Facts) -> Iterator[Finding]:
+    """AF406: norms of gradients on two meshes cannot be put together, so no call could clip them.
+
+    A mesh over other ranks, such as that of expert parallelism, is the caller's business.
+    """
+    mesh = facts.mesh
+    if mesh is None or facts.existing != "keep" or facts.dp_mesh_dims is not None:
+        return
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    for unit in facts.plan.units:
+        data = dtensor_of(facts.parameters[unit.members[0]]) if unit.members else None
+        if unit.lowering != "kept" or data is None or data.device_mesh == mesh:
+            continue
+        other = data.device_mesh
+        if sorted(other.mesh.flatten().tolist()) == ranks:
+            yield Finding(
+                "AF406",
+                "error",
+                unit.path,
+                f"sharded before over {_mesh_text(other)}",
+                f"the mesh passed in, {_mesh_text(mesh)}, has the same ranks and is another: clipping fails",
+                "Pass the mesh that it was sharded with",
+            )
+
+
+def _mesh_text(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or ("(unnamed)",) * mesh.ndim
+    return "a mesh of " + " x ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
 RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_marked,
     check_mesh,
@@ -379,7 +409,8 @@ RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_ignored,
     check_forward_methods,
     check_tensor_parallel,
+    check_one_mesh,
 )
 
-# A piece that a framework shards need carry no mark, and what the framework ignores, it manages itself.
-WHOLE_MODEL_RULES = (check_marked, check_ignored)
+# A piece that a framework shards need carry no mark; what it ignores and over what meshes, it manages itself.
+WHOLE_MODEL_RULES = (check_marked, check_ignored, check_one_mesh)

@@ -207,7 +207,7 @@ class _Tracker:
 
 
 def _owners(places: dict[str, int], member: Member) -> tuple[str, ...]:
-    """The modules of a unit, given with their places, that hold a member by any name; all if none seems to."""
+    """The modules of a unit, with their places, that hold a member by any name; all if none seems to."""
     around = {outer for name in (member.path, *member.aliases) for outer in _around(name)}
     return tuple(sorted(around & places.keys(), key=places.__getitem__)) or tuple(places)
 

@@ -18,6 +18,7 @@ from annotate_fsdp.apply import apply_plan
 from annotate_fsdp.checks import Facts, run_checks
 from annotate_fsdp.collect import Tree, collect_tree
 from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.hazards import run_hazards
 from annotate_fsdp.introspect import read_units
 from annotate_fsdp.inversion import Inverter
 from annotate_fsdp.lowering import (
@@ -84,12 +85,11 @@ class PartOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with everything that was found on the way to it; `facts` are those of the unlowered plan."""
+    """A plan with everything that was found on the way to it."""
 
     tree: Tree
     plan: Plan
     findings: tuple[Finding, ...]
-    facts: Facts
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -221,12 +221,14 @@ def prepare(
     options: ShardOptions,
     *,
     read_only: bool = False,
+    with_hazards: bool = False,
     islands: Iterable[nn.Module] | None = None,
 ) -> Prepared:
     """Collect, plan and check; an option that has no meaning is a finding, and its default is used.
 
     Args:
         read_only: plan as if nothing were sharded yet, to hold a sharded model against it.
+        with_hazards: look also for what runs, though not as meant.
         islands: `model` is a part of a model, and only the marks of these count; see `shard_part`.
     """
     is_part = islands is not None
@@ -243,10 +245,11 @@ def prepare(
         facts = Facts(tree, plan, mesh, options.get("dp_mesh_dims"), existing)
         checked = run_checks(facts, is_part=is_part)
         found = [*wrong, *wrong_size, *tree.findings, *planner.findings, *checked]
+        found += run_hazards(facts) if with_hazards else []
         if not any(finding.severity == "error" for finding in found):
             plan, wrong_dtypes = _lowered(planner, plan, options, "unit" if is_part else None)
             found += wrong_dtypes
-    return Prepared(tree, plan, tuple(dict.fromkeys(found)), facts)
+    return Prepared(tree, plan, tuple(dict.fromkeys(found)))
 
 
 def _lowered(

@@ -237,6 +237,7 @@ def test_a_model_on_meta_is_sharded_on_meta(fake_world: Callable[..., None]) -> 
     assert plan_of(made) == plan_annotated(model(), mp_policy=BF16, world_size=4, lowering="unit")
 
 
+@pytest.mark.report(61)
 def test_an_existing_wrapper_is_sharded_and_the_path_does_not_show_it(
     fake_world: Callable[..., None],
 ) -> None:
@@ -284,6 +285,7 @@ class Coder(Holder):
         return super().forward(x)
 
 
+@pytest.mark.report(49)
 def test_forward_methods_are_registered_on_units(fake_world: Callable[..., None]) -> None:
     fake_world(4)
     made: Any = Holder(a=Coder(x=linear()), b=checkpoint_wrapper(Coder(x=linear())))
@@ -438,6 +440,7 @@ def test_a_failure_of_fully_shard_says_what_was_sharded_and_what_to_do(
     assert isinstance(error.value.__cause__, RuntimeError)
 
 
+@pytest.mark.report(74)
 def test_a_deepcopy_of_a_marked_model_is_sharded_alike_and_the_original_is_untouched(
     fake_world: Callable[..., None],
 ) -> None:

@@ -85,6 +85,7 @@ def findings(model: nn.Module, **options: Any) -> list[str]:
     return [str(finding) for finding in audit(model, **options).findings]
 
 
+@pytest.mark.report(63)
 def test_a_model_without_a_mark_would_be_one_unit() -> None:
     assert findings(nn.Sequential(nn.Linear(4, 4))) == [
         "AF109 error at the root module: no module carries a mark, but all 20 parameters would be gathered "
@@ -104,6 +105,7 @@ def test_a_model_without_a_mark_would_be_one_unit() -> None:
     ],
     ids=lambda container: type(container).__name__,
 )
+@pytest.mark.report(55)
 def test_a_mark_on_what_has_no_forward_is_named(container: nn.Module) -> None:
     name = type(container).__name__
     model = blocks()
@@ -136,6 +138,7 @@ def test_a_root_without_forward_may_own_nothing() -> None:
     assert len(findings(nn.ModuleList([Block()]))) == 1
 
 
+@pytest.mark.report(80)
 def test_a_scalar_deep_down_is_named_with_its_whole_path() -> None:
     model = blocks()
     model[1].norm.scale = nn.Parameter(torch.tensor(1.0))
@@ -183,6 +186,7 @@ def test_a_callable_policy_is_named_alike_on_every_rank() -> None:
     assert "0x" not in text
 
 
+@pytest.mark.report(1)
 def test_two_trainable_storage_dtypes_in_one_unit_are_named() -> None:
     model = blocks()
     model[0].norm.bfloat16()
@@ -205,6 +209,7 @@ def test_a_unit_that_owns_nothing_is_mentioned() -> None:
     ]
 
 
+@pytest.mark.report(70, 84)
 def test_an_ignored_trainable_parameter_needs_somebody_who_reduces_it() -> None:
     model = blocks()
     fsdp_ignore(model[1].norm)
@@ -227,6 +232,7 @@ def test_an_ignored_trainable_parameter_needs_somebody_who_reduces_it() -> None:
     assert findings(model, ignored_params=ignored) == []
 
 
+@pytest.mark.report(50)
 def test_an_entry_point_of_a_module_that_is_no_unit_is_named() -> None:
     assert findings(blocks(Encoder())) == [
         "AF209 error at 2: @fsdp_forward on Encoder.encode, but the module is no unit, so calling it would "
@@ -248,6 +254,7 @@ def test_an_entry_point_that_the_enclosing_unit_calls_is_fine() -> None:
     assert findings(nn.Sequential(Outer())) == []
 
 
+@pytest.mark.report(86)
 def test_a_buffer_that_no_state_dict_holds_is_mentioned() -> None:
     with torch.device("meta"):
         model, good = blocks(Table()), blocks(SelfMadeTable())
@@ -260,6 +267,7 @@ def test_a_buffer_that_no_state_dict_holds_is_mentioned() -> None:
     assert findings(blocks(Table())) == []  # it has its values
 
 
+@pytest.mark.report(4)
 def test_weights_stored_below_their_compute_dtype_are_a_warning() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.float32)
     model = blocks()
@@ -394,6 +402,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("code", MISTAKES)
+@pytest.mark.report(73)
 def test_a_mistake_leaves_the_model_untouched_and_a_corrected_call_works(code: str) -> None:
     with fake_group(2):
         mesh, model = init_device_mesh("cpu", (2,)), blocks()
@@ -421,6 +430,7 @@ def test_all_mistakes_are_listed_at_once(first: str, second: str) -> None:
     assert str(error.value).startswith(f"{len(error.value.findings)} findings; nothing was sharded\n")
 
 
+@pytest.mark.report(69)
 def test_a_model_sharded_in_part_is_an_error_unless_it_is_to_be_kept() -> None:
     with fake_group(2):
         mesh, model = init_device_mesh("cpu", (2,)), blocks()

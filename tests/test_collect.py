@@ -183,6 +183,7 @@ def test_a_dtype_mark_on_an_instance_is_not_held_against_its_class() -> None:
     assert messages(block) == []
 
 
+@pytest.mark.report(64)
 def test_an_unknown_attribute_of_our_kind_is_a_finding_on_class_and_instance() -> None:
     class Typo(nn.Module):
         __fsdp_dytpe__ = torch.float32

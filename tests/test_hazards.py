@@ -21,6 +21,7 @@ def findings(model: nn.Module, policy: MixedPrecisionPolicy | None = BF16) -> li
 
 
 @pytest.mark.parametrize("lowering", ["unit", "auto"])
+@pytest.mark.report(95)
 def test_a_unit_with_most_of_the_model_is_mentioned(lowering: str) -> None:
     def large(rows: int) -> nn.Sequential:
         with torch.device("meta"):
@@ -35,6 +36,7 @@ def test_a_unit_with_most_of_the_model_is_mentioned(lowering: str) -> None:
     assert audit(large(10_000)).findings == ()
 
 
+@pytest.mark.report(83)
 def test_float8_weights_that_the_policy_casts_are_named() -> None:
     linear = nn.Linear(4, 4)
     linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
@@ -53,6 +55,7 @@ def test_float8_weights_that_the_policy_casts_are_named() -> None:
     assert findings(model) == []
 
 
+@pytest.mark.report(19)
 def test_an_output_that_the_unit_around_rounds_is_named() -> None:
     rounded = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     model = nn.Sequential(unit(nn.Linear(4, 4)), fsdp_unit(nn.Linear(4, 4), policy="fp32"))
@@ -70,6 +73,7 @@ def test_an_output_that_the_unit_around_rounds_is_named() -> None:
     assert findings(inner, rounded) == []  # the block around it returns what it likes
 
 
+@pytest.mark.report(85)
 def test_statistics_that_do_not_fit_their_module_are_named() -> None:
     model = nn.Sequential(unit(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     expected = (
@@ -97,6 +101,7 @@ def test_buffers_below_the_compute_dtype_are_named() -> None:
     assert findings(model) == []
 
 
+@pytest.mark.report(79)
 def test_frozen_beside_trainable_parameters_are_mentioned() -> None:
     model = nn.Sequential(unit(nn.Linear(16, 16), nn.Linear(16, 8, bias=False)))
     assert findings(model) == []

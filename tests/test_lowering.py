@@ -123,6 +123,7 @@ def test_units_that_differ_in_what_a_unit_has_once_are_grouped_apart(
     assert names(model) == ["a.n, a.m", "a", "b.n, b.m", "b", "(root)"]
 
 
+@pytest.mark.report(2)
 def test_units_of_other_storage_or_frozen_ones_are_grouped_apart() -> None:
     model = Block(a=block(), b=block(), c=block())
     model.b.n.bfloat16()
@@ -176,6 +177,7 @@ def test_a_group_is_applied_before_the_first_parent_of_any_member() -> None:
         ("deepseek_v41", "bf16", {"unit": 271, "group": 91, "auto": 91, "fold": 91}),
     ],
 )
+@pytest.mark.report(93)
 def test_the_released_models_have_as_many_units(model: str, storage: str, expected: dict[str, int]) -> None:
     with torch.device("meta"):
         released = find_model(model).build("released", storage)
@@ -525,6 +527,7 @@ def test_the_audit_says_why_and_folds_paths_that_differ_by_numbers() -> None:
 # -- prefetch --------------------------------------------------------------------------------------
 
 
+@pytest.mark.report(94)
 def test_prefetch_follows_the_units_in_the_order_in_which_they_run(fake_world: Any) -> None:
     def ahead(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
         state = model.get_submodule(path)._get_fsdp_state()

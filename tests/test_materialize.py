@@ -221,6 +221,7 @@ def into_island() -> None:
     )
 
 
+@pytest.mark.report(12)
 def test_a_bf16_state_dict_leaves_fp32_storage_fp32(ranks: Any) -> None:
     ranks.run(into_island)
 

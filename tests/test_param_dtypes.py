@@ -246,6 +246,7 @@ def train(storage: str, marked: bool) -> tuple[list[Any], set[torch.dtype], tupl
 
 
 @pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.report(5)
 def test_it_trains_with_the_numbers_of_single_units_and_the_parameter_in_fp32(
     ranks: Pool, storage: str
 ) -> None:

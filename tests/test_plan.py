@@ -148,6 +148,7 @@ def test_units_are_ordered_by_what_must_come_first_then_by_position() -> None:
 # -- policies in the tree --------------------------------------------------------------------------
 
 
+@pytest.mark.report(26)
 def test_an_output_is_cast_to_the_dtype_of_the_nearest_unit_above() -> None:
     model = Holder(
         a=fsdp_unit(
@@ -353,6 +354,7 @@ def tied(model: nn.Module, *owners: str, name: str = "weight") -> nn.Module:
     return model
 
 
+@pytest.mark.report(39)
 def test_tied_modules_that_are_both_tagged_are_one_unit() -> None:
     model = tied(
         Holder(embed=fsdp_unit(linear()), block=Block(a=linear()), head=fsdp_unit(linear())), "embed", "head"
@@ -369,6 +371,7 @@ def test_tied_modules_that_are_both_tagged_are_one_unit() -> None:
     assert plan.numel == 8
 
 
+@pytest.mark.report(40)
 def test_a_tie_that_reaches_the_roots_leftovers_goes_to_the_root() -> None:
     model = tied(Holder(embed=fsdp_unit(linear(bias=True)), head=linear()), "embed", "head")
     assert layout(model) == [(("embed",), ("embed.bias",)), (("",), ("embed.weight",))]
@@ -484,6 +487,7 @@ def test_ties_that_need_each_other_in_a_circle_are_refused() -> None:
     ]
 
 
+@pytest.mark.report(44)
 def test_a_tie_made_after_a_first_plan_is_seen_by_the_next() -> None:
     model = Holder(embed=fsdp_unit(linear()), head=fsdp_unit(linear()))
     assert layout(model) == [(("embed",), ("embed.weight",)), (("head",), ("head.weight",)), (("",), ())]

@@ -100,6 +100,7 @@ def test_inherit_takes_the_callers_policy_but_never_its_output_dtype() -> None:
     assert resolve(BF16_OUT, bfloat16, is_root=True) == (bfloat16, float32, float32, True)
 
 
+@pytest.mark.report(25)
 def test_no_inner_policy_inherits_the_callers_output_dtype() -> None:
     assert resolve(BF16_OUT, bfloat16, policy="fp32") == (float32, float32, bfloat16, True)
     seen: list[torch.dtype | None] = []
@@ -128,6 +129,7 @@ def test_an_inheriting_unit_inside_an_island_hands_its_output_back_in_the_island
     assert resolve(BF16, float32, casts_itself=True) == (bfloat16, float32, None, False)
 
 
+@pytest.mark.report(33)
 def test_an_unset_reduce_dtype_is_written_out() -> None:
     unset = MixedPrecisionPolicy(param_dtype=bfloat16)
     assert resolve(unset, bfloat16) == (bfloat16, bfloat16, None, True)
@@ -168,6 +170,7 @@ def test_a_callable_makes_its_policy_from_the_callers() -> None:
         (lambda base: None, "the callable returned a NoneType", "Return a MixedPrecisionPolicy"),
     ],
 )
+@pytest.mark.report(31)
 def test_a_policy_that_resolves_to_nothing_says_what_exists(policy: Any, wrong: str, write: str) -> None:
     with pytest.raises(PolicyProblem) as problem:
         resolve(BF16, bfloat16, policy=policy, policies={"router": VERBATIM})

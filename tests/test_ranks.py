@@ -353,5 +353,6 @@ def marked_and_by_hand(form: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.report(11)
 def test_each_form_of_fp32_equals_its_hand_written_layout_to_the_bit(ranks: Pool, form: str) -> None:
     assert ranks.run(marked_and_by_hand, form) == [(True, True)] * 2
