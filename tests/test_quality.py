@@ -36,6 +36,7 @@ ORDER = [
     "checks",
     "boundary",
     "introspect",
+    "gathered",
     "agree",
     "apply",
     "shard",
