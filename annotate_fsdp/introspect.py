@@ -311,7 +311,7 @@ def _unpack(packed: tuple[torch.Tensor, tuple[Any, Any] | None]) -> torch.Tensor
 
 def _storage(tensor: torch.Tensor) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return int(local.untyped_storage()._cdata)
 
 
 def _reshard(group: Any) -> None:
