@@ -463,6 +463,19 @@ def shards_of(module: nn.Module) -> frozenset[int]:
     return frozenset(id(fsdp_param.sharded_param) for group in groups for fsdp_param in group.fsdp_params)
 
 
+def named_shards(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield (owner, name, shard) of the parameters of the unit of a sharded module."""
+    for group in fsdp_state(module)._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            yield info.module, info.param_name, fsdp_param.sharded_param
+
+
+def is_entered(module: nn.Module) -> bool:
+    """Whether a forward or backward of a sharded module's unit is going on, as its hooks know it."""
+    return fsdp_state(module)._training_state is not TrainingState.IDLE
+
+
 def watch_communication(
     module: nn.Module, around: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], None]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -320,3 +319,166 @@ def test_tied_frozen_and_unmarked_heads_train_alike(ranks: Pool, shape: Callable
     losses = [after_the_root, beside_its_forward, several_paths, accumulate, two_forwards_then_two_backwards]
     for found in ranks.run(train_all, losses, shape, "group"):
         assert found == {loss.__name__: ([], []) for loss in losses}
+
+
+# -- when it is freed ------------------------------------------------------------------------------
+
+
+def freed(lowering: str) -> dict[str, list[str]]:
+    model = make(as_it_is, lowering, BF16)
+    ids, target = data(0, 0)
+    head = model.head
+    found = {}
+
+    def note(name: str) -> None:
+        found[name] = [name for name in gathered_now(model) if name == "head.weight"]
+
+    with torch.no_grad(), gathered(model, "head"):
+        note("inside an evaluation")
+        assert head.weight.dtype == torch.bfloat16
+    note("after an evaluation")
+    with gathered(model, "head"):
+        head.weight.float().sum()
+    note("nothing is saved")
+    with pytest.raises(RuntimeError, match="of the test"), gathered(model, "head"):
+        fused(torch.ones(6, DIM, dtype=torch.bfloat16), head.weight, target)
+        raise RuntimeError("of the test")
+    note("an error")
+    loss = after_the_root(model, ids, target)
+    note("before backward")
+    loss.backward()
+    note("after backward")
+    with gathered(model, "head"):
+        fused(model.backbone(ids), head.weight, target).backward()
+        note("backward inside, before the end")
+    note("backward inside, at the end")
+    return found
+
+
+@pytest.mark.parametrize("lowering", ["unit", "group"])
+def test_it_is_freed_unless_a_backward_needs_it(ranks: Pool, lowering: str) -> None:
+    held = ["inside an evaluation", "before backward", "backward inside, before the end"]
+    for found in ranks.run(freed, lowering):
+        assert [name for name, names in found.items() if names] == held
+
+
+def outdated() -> list[bool]:
+    """A loss without a backward leaves the head gathered; the optimizer's step is seen all the same."""
+    model = make(as_it_is, "unit", FP32)
+    ids, target = data(0, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after_the_root(model, ids, target).backward()
+    same = []
+    for by_forward in (False, True):
+        after_the_root(model, ids, target)
+        optimizer.step()
+        if by_forward:
+            seen = model(torch.arange(VOCAB))
+            with torch.no_grad(), gathered(model, "head"):
+                hidden = model.backbone(torch.arange(VOCAB))
+                same.append(torch.equal(seen, hidden @ model.head.weight.t() + 0.0))
+        full = optimizer.param_groups[0]["params"][-1].full_tensor()
+        with torch.no_grad(), gathered(model, "head"):
+            same.append(torch.equal(model.head.weight, full))
+    return same
+
+
+def test_what_stays_gathered_without_a_backward_is_not_used_after_a_step(ranks: Pool) -> None:
+    assert ranks.run(outdated) == [[True, True, True]] * 2
+
+
+def as_the_model(model: Model, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(ids).float(), target)
+
+
+def by_hand(model: Model, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    hidden = model.backbone(ids)
+    with gathered(model, "head"):
+        return by_forward_of(hidden, model.head.weight, target)
+
+
+def by_forward_of(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy((functional.linear(hidden, weight) + 0.0).float(), target)
+
+
+def train_bf16(loss: Loss) -> dict[str, torch.Tensor]:
+    model = make(as_it_is, "group", BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for index in range(STEPS):
+        step(model, loss, *data(index, dist.get_rank()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def both_in_bf16() -> list[str]:
+    one, other = train_bf16(as_the_model), train_bf16(by_hand)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_in_bf16_it_equals_the_heads_own_forward(ranks: Pool) -> None:
+    assert ranks.run(both_in_bf16) == [[], []]
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def test_an_unsharded_model_is_left_as_it_is() -> None:
+    model = Model()
+    before = dict(model.named_parameters())
+    with gathered(model, "head", "blocks.0", "norm.weight"):
+        assert dict(model.named_parameters()) == before
+        assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (
+            ["heat"],
+            'AF305 error at heat: gathered(model, "heat"), but the model has no module and no parameter of '
+            "that name. Write the path of one, such as head, head.weight.",
+        ),
+        (
+            ["blocks.0.drop"],
+            'AF306 error at blocks.0.drop: gathered(model, "blocks.0.drop"), but no parameter is inside that '
+            "module. Write the path of the module whose weights are used.",
+        ),
+        (
+            [],
+            "AF306 error at the root module: gathered(model), but no path is given. Write the paths of the "
+            'modules whose weights are used: gathered(model, "lm_head").',
+        ),
+    ],
+)
+def test_a_path_that_holds_nothing_is_named(paths: list[str], message: str) -> None:
+    model = Model()
+    model.blocks[0].drop = nn.Dropout()
+    with pytest.raises(AnnotationError) as caught, gathered(model, *paths):
+        pass
+    assert str(caught.value) == f"1 finding; nothing was gathered\n  {message}"
+
+
+def sharded_by_hand() -> list[str]:
+    model = Model()
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model.embed, model.head):  # and no root
+        fully_shard(module, mesh=mesh)
+    ids, target = data(0, dist.get_rank())
+    with gathered(model, "embed", "head"):
+        fused(model.embed.weight[ids], model.head.weight, target).backward()
+    whole = Model()
+    whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    for rank in range(2):
+        ids, target = data(0, rank)
+        (fused(whole.embed.weight[ids], whole.head.weight, target) / 2).backward()
+    pairs = [(model.embed.weight, whole.embed.weight), (model.head.weight, whole.head.weight)]
+    return [str(a.shape) for a, b in pairs if not torch.allclose(full(a.grad), b.grad)]  # type: ignore[arg-type]
+
+
+def full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def test_a_model_sharded_by_hand_without_a_root_will_do(ranks: Pool) -> None:
+    assert ranks.run(sharded_by_hand) == [[], []]
