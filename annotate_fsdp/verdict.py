@@ -87,8 +87,8 @@ def reads_of_shards(reads: Mapping[str, Iterable[str]], bypassed: Iterable[str])
     """
     for path in bypassed:
         yield (
-            f"{path or '(root)'}: its forward was called directly, past the hooks that gather its parameters. "
-            "Call the module itself"
+            f"{path or '(root)'}: its forward was called directly, past the hooks that gather its "
+            "parameters. Call the module itself"
         )
     for path, by in reads.items():
         owner = path.rpartition(".")[0]
