@@ -4,6 +4,7 @@ from annotate_fsdp.audit import AuditReport, audit
 from annotate_fsdp.collectives import Collective, Collectives, Step
 from annotate_fsdp.cost import peak_gathered_bytes, plan_cost, step_time
 from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
+from annotate_fsdp.gathered import gathered
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.links import LINKS, Link, Sample, fit_link
 from annotate_fsdp.marks import UnitSpec, fsdp_forward, fsdp_ignore, fsdp_off, fsdp_unit
@@ -35,6 +36,7 @@ __all__ = [
     "fsdp_ignore",
     "fsdp_off",
     "fsdp_unit",
+    "gathered",
     "materialize",
     "observe",
     "peak_gathered_bytes",

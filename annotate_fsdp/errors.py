@@ -71,6 +71,12 @@ class FoldedCallError(AnnotationError):
     outcome = "the call was refused"
 
 
+class NotGatheredError(AnnotationError):
+    """What `gathered` was asked for is not there; nothing was gathered."""
+
+    outcome = "nothing was gathered"
+
+
 class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
 

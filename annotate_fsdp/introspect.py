@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -211,6 +211,168 @@ def _free(module: nn.Module) -> None:
     module.reshard()
 
 
+class Holds:
+    """Units that are kept gathered in a `with` block, and after it for a backward through what it computed.
+
+    FSDP2 does not know of such a use. A hook on each parameter has its gradient reduced at the end of the
+    backward, also if FSDP2 has reduced the unit's others already or queued no end at all; and a weight
+    that was saved for the backward is gathered again if it was freed meanwhile.
+    """
+
+    open: ClassVar[list[Holds]] = []  # innermost last
+
+    def __init__(self, states: Iterable[Any]) -> None:
+        self.units = [(state, group) for state in states for group in state._fsdp_param_groups]
+        self.opened: set[int] = set()  # ids of the groups that were gathered here
+        self.freed: set[int] = set()  # ids of those that somebody else wanted to free meanwhile
+        self.needed: set[int] = set()  # ids of those that a backward still needs
+        self.owners: dict[int, tuple[Any, Any]] = {}  # of the full parameters' storages
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Gather them; at the end free those that were not gathered before, unless a backward needs them."""
+        with ExitStack() as stack:
+            for state, group in self.units:
+                self._gather(state, group)
+                stack.callback(_replace(group, "reshard", partial(self._note_reshard, group)))
+            Holds.open.append(self)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+                    yield
+            except BaseException:
+                self.needed.clear()
+                raise
+            finally:
+                Holds.open.remove(self)
+                stack.close()
+                for _, group in self.units:
+                    if id(group) in (self.opened | self.freed) - self.needed:
+                        _reshard(group)
+
+    def _gather(self, state: Any, group: Any) -> None:
+        _free_outdated(state._modules)
+        if not group.is_unsharded:
+            self.opened.add(id(group))
+            group.lazy_init()
+            group.unshard()
+            group.wait_for_unshard()
+        for fsdp_param in group.fsdp_params:
+            whole = fsdp_param._unsharded_param
+            self.owners[_storage(whole)] = (state, group)
+            if whole.requires_grad and not any(
+                isinstance(hook, _ReduceLater) for hook in (whole._post_accumulate_grad_hooks or {}).values()
+            ):
+                whole.register_post_accumulate_grad_hook(_ReduceLater(state, group))
+
+    def _note_reshard(self, group: Any) -> None:
+        """Leave it gathered until the end, then free it."""
+        self.freed.add(id(group))
+        if group._training_state is TrainingState.POST_BACKWARD:
+            self.needed.discard(id(group))
+
+
+class _ReduceLater:
+    """A hook on a full parameter: its gradient is reduced at the end of this backward, if not before."""
+
+    def __init__(self, state: Any, group: Any) -> None:
+        self.state, self.group = state, group
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        _end_backward(self.state, self.group)
+
+
+def _end_backward(state: Any, group: Any) -> None:
+    """Have FSDP2 reduce and free a unit at the end of this backward, once more if it has already."""
+    if group._training_state is TrainingState.POST_BACKWARD:
+        group._training_state = TrainingState.IDLE
+    state._register_root_post_backward_final_callback()
+
+
+def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, Any] | None]:
+    """Note whose weight is saved for a backward. Detached, since an output would keep itself alive."""
+    storage = _storage(tensor)
+    owner = next((hold.owners[storage] for hold in Holds.open if storage in hold.owners), None)
+    for hold in Holds.open:  # what was saved is not all that a function may have kept
+        hold.needed.update(id(group) for _, group in hold.units)
+    return tensor.detach(), owner
+
+
+def _unpack(packed: tuple[torch.Tensor, tuple[Any, Any] | None]) -> torch.Tensor:
+    tensor, owner = packed
+    if owner is not None:
+        state, group = owner
+        if not group.is_unsharded:
+            group.unshard()
+            group.wait_for_unshard()
+        if is_bw():
+            _end_backward(state, group)
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
+
+
+def _reshard(group: Any) -> None:
+    """Free a unit, whatever its rule for the end of a forward is."""
+    with group.use_training_state(TrainingState.IDLE):
+        group.reshard()
+
+
+def _free_outdated(modules: Iterable[nn.Module]) -> None:
+    """Free a unit if its shards have changed since it was gathered, now and before each of its forwards."""
+    modules = tuple(modules)
+    hooks = modules[0]._forward_pre_hooks.values()
+    outdated = next((hook for hook in hooks if isinstance(hook, FreeOutdated)), None)
+    if outdated is None:
+        outdated = FreeOutdated(modules[0])
+        for module in modules:
+            module.register_forward_pre_hook(outdated, prepend=True)
+    outdated(modules[0], ())
+
+
+def _replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put `method` in the place of an object's own; return what takes it away."""
+    shadowed = vars(owner).get(name)
+    vars(owner)[name] = method
+
+    def undo() -> None:
+        del vars(owner)[name]
+        if shadowed is not None:
+            vars(owner)[name] = shadowed
+
+    return undo
+
+
+def hold_gathered(model: nn.Module, places: set[tuple[int, str]]) -> AbstractContextManager[None]:
+    """Keep the units gathered that own the parameters at `places`, pairs of a module's id and a name.
+
+    Nothing is done for parameters that no unit owns. FSDP2 takes `model` for the root if nothing ran yet.
+    """
+    states = [state for state in _initialized_states(model) if not places.isdisjoint(_places(state))]
+    return Holds(states).hold() if states else nullcontext()
+
+
+def _initialized_states(model: nn.Module) -> list[Any]:
+    """Return the FSDP states in `model`, initialized as its first forward would."""
+    states = {id(state): state for module in model.modules() if (state := fsdp_state(module)) is not None}
+    for state in states.values():
+        if state._is_root is None and len(state._modules) == 1:
+            state._lazy_init()
+    return list(states.values())
+
+
+def _places(state: Any) -> Iterator[tuple[int, str]]:
+    """Yield where the parameters of a unit are found, shared ones at each place."""
+    for group in state._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            yield id(info.module), info.param_name
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                yield id(module), name
+
+
 def gathers_again(module: nn.Module) -> bool:
     """Whether a `GatherAgain` is on `module`."""
     return any(isinstance(hook, GatherAgain) for hook in module._forward_hooks.values())
@@ -301,6 +463,19 @@ def shards_of(module: nn.Module) -> frozenset[int]:
     return frozenset(id(fsdp_param.sharded_param) for group in groups for fsdp_param in group.fsdp_params)
 
 
+def named_shards(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield (owner, name, shard) of the parameters of the unit of a sharded module."""
+    for group in fsdp_state(module)._fsdp_param_groups:
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            yield info.module, info.param_name, fsdp_param.sharded_param
+
+
+def is_entered(module: nn.Module) -> bool:
+    """Whether a forward or backward of a sharded module's unit is going on, as its hooks know it."""
+    return fsdp_state(module)._training_state is not TrainingState.IDLE
+
+
 def watch_communication(
     module: nn.Module, around: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], None]:
@@ -325,20 +500,13 @@ def _surround(
     owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], None]:
     """Put a method that runs inside `around()` in the place of one; return what takes it away."""
-    method, shadowed = getattr(owner, name), vars(owner).get(name)
+    method = getattr(owner, name)
 
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         with around():
             return method(*args, **kwargs)
 
-    vars(owner)[name] = surrounded
-
-    def undo() -> None:
-        del vars(owner)[name]
-        if shadowed is not None:
-            vars(owner)[name] = shadowed
-
-    return undo
+    return _replace(owner, name, surrounded)
 
 
 def is_gathered(module: nn.Module) -> bool:

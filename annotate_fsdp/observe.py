@@ -20,7 +20,9 @@ from annotate_fsdp.introspect import (
     applied_plan,
     forwards_before,
     fsdp_state,
+    is_entered,
     is_gathered,
+    named_shards,
     plan_of,
     shards_of,
     switches_of,
@@ -30,17 +32,32 @@ from annotate_fsdp.introspect import (
 )
 from annotate_fsdp.observation import Observation, Verdict
 from annotate_fsdp.plan import Island, Plan, Unit
-from annotate_fsdp.probes import Call, CountCollectives, float_dtypes, in_backward, tensors_in
+from annotate_fsdp.probes import (
+    Call,
+    CountCollectives,
+    float_dtypes,
+    in_backward,
+    tensors_in,
+    watch_to_local,
+)
 from annotate_fsdp.schedule import Schedule
 from annotate_fsdp.traffic import Beginning, Switches
-from annotate_fsdp.verdict import Seen, compare_collectives, compare_with_plan, notes_on, summarize
+from annotate_fsdp.verdict import (
+    Seen,
+    compare_collectives,
+    compare_with_plan,
+    notes_on,
+    reads_of_shards,
+    summarize,
+)
 
 
 @contextlib.contextmanager
 def observe(model: nn.Module, plan: Plan | None = None) -> Iterator[Observation]:
     """Record the first forward and backward of `model` that run inside, and hold them against a plan.
 
-    Recording ends when the backward through the model's output is complete, or when a second forward of
+    A weight that is read while it is sharded is a disagreement too, and, if the read fails, a note on the
+    exception. Recording ends when the backward through the model's output is complete, or when a second forward of
     the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled inside, so
     that what happens between their operations can be seen. Nothing is left on the model afterwards.
 
@@ -57,7 +74,12 @@ def observe(model: nn.Module, plan: Plan | None = None) -> Iterator[Observation]
         observation = Observation(recorder.tree.root.class_name, recorder.judge)
         stack.callback(observation.close)
         recorder.install(stack)
-        yield observation
+        try:
+            yield observation
+        except Exception as error:
+            for text in reads_of_shards(recorder.reads, recorder.bypassed):
+                error.add_note(text)
+            raise
 
 
 @dataclass(eq=False)
@@ -86,6 +108,9 @@ class _Recorder:
         self.runs = 0
         self.beginning = Beginning()
         self.switches: dict[str, Switches] = {}
+        self.reads: dict[str, dict[str, None]] = {}  # parameters read while sharded -> by what
+        self.bypassed: dict[str, None] = {}  # modules whose forward was called past the hooks
+        self.depth = 0  # of the forwards that are going on
         self.has_queued_end = False
         self.tensor_hooks: list[Any] = []
         self.hooked: dict[int, torch.Tensor] = {}  # parameters by id, kept so that no id comes back
@@ -121,7 +146,8 @@ class _Recorder:
         for path, module in self._sharded_modules():
             stack.callback(watch_communication(module, functools.partial(self._communicate, path)))
         self._watch_root(_hooked_module(self.tree.root), stack)
-        stack.enter_context(CountCollectives(self._count))
+        stack.enter_context(CountCollectives(self._count, self._note_read))
+        stack.enter_context(watch_to_local(self._note_read))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -164,6 +190,7 @@ class _Recorder:
             module.register_forward_hook(returned, prepend=True),
             module.register_forward_hook(after),
         ]
+        stack.callback(_surround_forward(module, functools.partial(self._in_forward, seen.path, module)))
         if node.inner is not module:  # recomputation calls what a checkpoint wrapper wraps, not itself
             handles.append(node.inner.register_forward_pre_hook(recomputing))
         for handle in handles:
@@ -216,7 +243,7 @@ class _Recorder:
     def _begin(self) -> None:
         """Note in what state the step begins."""
         self.is_started = True
-        names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
+        names = self._names()
         modules = list(self._sharded_modules())
         found = (names.get((id(owner), name)) for _, m in modules for owner, name in unreduced_of(m))
         self.beginning = Beginning(
@@ -285,6 +312,38 @@ class _Recorder:
                 self.tensor_hooks.append(tensor.register_hook(reached))
 
     @contextlib.contextmanager
+    def _in_forward(self, path: str, module: nn.Module) -> Iterator[None]:
+        """Note a forward that is called past the hooks that gather its parameters."""
+        if not self.is_finished and fsdp_state(module) is not None and not is_entered(module):
+            if not self.is_started:
+                self._begin()
+            self.bypassed[path] = None
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def _note_read(self, tensor: torch.Tensor, by: str) -> None:
+        """Note that a sharded parameter is read; outside of forwards only for a gradient."""
+        if not self._is_recording() or self.communicating or in_backward():
+            return
+        if self.depth or torch.is_grad_enabled():
+            path = self.shard_paths.get(id(tensor))
+            if path is not None:
+                self.reads.setdefault(path, {})[by] = None
+
+    @functools.cached_property
+    def shard_paths(self) -> dict[int, str]:
+        """FQNs of the sharded parameters by id."""
+        names = self._names()
+        found = (one for _, module in self._sharded_modules() for one in named_shards(module))
+        return {id(shard): names.get((id(owner), name), name) for owner, name, shard in found}
+
+    def _names(self) -> dict[tuple[int, str], str]:
+        return {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
+
+    @contextlib.contextmanager
     def _communicate(self, unit: str) -> Iterator[None]:
         """What is called inside belongs to `unit`."""
         self.communicating.append(unit)
@@ -332,6 +391,7 @@ class _Recorder:
         return Verdict(
             units=tuple(summarize(self.seen, units, real)),
             disagreements=(
+                *reads_of_shards(self.reads, self.bypassed),
                 *compare_with_plan(self.plan, self.actual, self.seen),
                 *compare_collectives(self.plan, self.actual, planned, real),
             ),
@@ -413,6 +473,27 @@ def _only_for(module: nn.Module) -> Callable[[Callable[..., None]], Callable[...
         return watch_one
 
     return wrap
+
+
+def _surround_forward(
+    module: nn.Module, around: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Run a module's forward inside `around()`; return what undoes it."""
+    forward, shadowed = module.forward, vars(module).get("forward")
+
+    @functools.wraps(forward)
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return forward(*args, **kwargs)
+
+    vars(module)["forward"] = surrounded
+
+    def undo() -> None:
+        del vars(module)["forward"]
+        if shadowed is not None:
+            vars(module)["forward"] = shadowed
+
+    return undo
 
 
 def _is_compiled(node: Node) -> bool:

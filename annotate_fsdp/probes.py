@@ -42,16 +42,27 @@ class CountCollectives(TorchDispatchMode):
 
     `CommDebugMode` counts the same, but its module tracker makes views of all module outputs, which breaks
     models that write into them.
+
+    Args:
+        count: called with each collective.
+        read: called with each DTensor that an operation takes, and the operation's name.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, count: Callable[[Call], None]) -> None:
+    def __init__(
+        self, count: Callable[[Call], None], read: Callable[[torch.Tensor, str], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self.count = count
+        self.read = read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
+            if self.read is not None:
+                for tensor in tensors_in((args, kwargs)):
+                    if isinstance(tensor, DTensor):
+                        self.read(tensor, str(func).removeprefix("aten.").partition(".")[0])
             return NotImplemented  # a DTensor turns it into collectives and plain operations, seen next
         if isinstance(func, torch._ops.OpOverload):
             namespace, _, name = func._schema.name.partition("::")
@@ -61,6 +72,22 @@ class CountCollectives(TorchDispatchMode):
                     if short.startswith(start):
                         self.count(_call(kind, args))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watch_to_local(read: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Report every DTensor whose shard is taken by `to_local`, which is no operation."""
+    method = DTensor.to_local
+
+    def to_local(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        read(self, "to_local")
+        return method(self, *args, **kwargs)
+
+    DTensor.to_local = to_local  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        DTensor.to_local = method  # type: ignore[method-assign]
 
 
 @contextmanager

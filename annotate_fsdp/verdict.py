@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,27 @@ def compare_with_plan(plan: Plan, actual: Plan, seen: Sequence[Seen]) -> Iterato
         if inner.policy is not None and inner.policy.cast_forward_inputs:
             dtype = next(iter(outer.inputs))
             yield f"{_handed_on_text(outer, inner)}. Write output_dtype={dtype} on it"
+
+
+def reads_of_shards(reads: Mapping[str, Iterable[str]], bypassed: Iterable[str]) -> Iterator[str]:
+    """Yield what was used without being gathered.
+
+    Args:
+        reads: FQNs of parameters that were read while sharded, with the operations that did.
+        bypassed: paths of modules whose forward was called directly.
+    """
+    for path in bypassed:
+        yield (
+            f"{path or '(root)'}: its forward was called directly, past the hooks that gather its "
+            "parameters. Call the module itself"
+        )
+    for path, by in reads.items():
+        owner = path.rpartition(".")[0]
+        yield (
+            f"{path}: {', '.join(by)} read it while it was sharded, so it saw this rank's part or failed. "
+            f"Call the module, mark the method that reads it with fsdp_forward, or read it inside "
+            f'`with gathered(model, "{owner or path}")`'
+        )
 
 
 def compare_collectives(plan: Plan, actual: Plan, planned: Collectives, real: Collectives) -> Iterator[str]:

@@ -38,6 +38,7 @@ ORDER = [
     "hazards",
     "boundary",
     "introspect",
+    "gathered",
     "agree",
     "apply",
     "shard",
