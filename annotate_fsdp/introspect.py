@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, OffloadPolicy
@@ -385,6 +386,26 @@ def unreduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             gradients = (fsdp_param.unsharded_accumulated_grad, None if whole is None else whole.grad)
             if any(gradient is not None for gradient in gradients):
                 yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
+
+
+def reduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name) of the parameters whose gradients the unit's next reduction holds."""
+    for group in fsdp_state(module)._fsdp_param_groups:
+        if group.reduce_scatter_unused_params:
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.sharded_param.requires_grad:
+                    yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
+            return
+    yield from unreduced_of(module)
+
+
+def ranks_of(module: nn.Module) -> list[int]:
+    """Return the ranks that the unit of a sharded module communicates with; none in a fake process group."""
+    groups = fsdp_state(module)._fsdp_param_groups
+    meshes = [group.mesh_info.mesh for group in groups]
+    if not meshes or any(dist.get_backend(each) == "fake" for each in meshes[0].get_all_groups()):
+        return []
+    return sorted(meshes[0].mesh.flatten().tolist())
 
 
 def switches_of(module: nn.Module) -> Switches:

@@ -46,6 +46,7 @@ ORDER = [
     "probes",
     "observation",
     "verdict",
+    "lockstep",
     "observe",
     "links",
     "cost",
