@@ -112,7 +112,7 @@ def run_with_difference(run: Callable[[Model, torch.Tensor, int], None], by_hand
 
 
 def call(unit: str, kind: str = "all-gather", phase: str = "forward", more: str = "") -> str:
-    count = {"experts": 40}.get(unit, 20)
+    count = 40 if unit == "experts" and kind == "all-gather" else 20  # elements of two experts, or of one
     return f"the {kind} of unit '{unit}' in {phase} (fp32, {count} elements){more}"
 
 
