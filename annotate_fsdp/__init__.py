@@ -3,7 +3,7 @@
 from annotate_fsdp.audit import AuditReport, audit
 from annotate_fsdp.collectives import Collective, Collectives, Step
 from annotate_fsdp.cost import peak_gathered_bytes, plan_cost, step_time
-from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError
+from annotate_fsdp.errors import AnnotationError, Finding, PlanMismatchError, StepMismatchError
 from annotate_fsdp.gathered import gathered
 from annotate_fsdp.introspect import plan_of
 from annotate_fsdp.links import LINKS, Link, Sample, fit_link
@@ -28,6 +28,7 @@ __all__ = [
     "PlanMismatchError",
     "Sample",
     "Step",
+    "StepMismatchError",
     "Unit",
     "UnitSpec",
     "audit",

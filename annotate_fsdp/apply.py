@@ -20,6 +20,7 @@ from annotate_fsdp.boundary import Boundary
 from annotate_fsdp.collect import Held, Node, Tree, is_on_mesh
 from annotate_fsdp.errors import Finding, PartlyShardedError
 from annotate_fsdp.introspect import (
+    ForgetUnused,
     FreeAfterEvaluation,
     FreeOutdated,
     GatherAgain,
@@ -68,6 +69,8 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
         if unit.gathers_again:
             for target in targets:
                 GatherAgain(target).install()
+        if unit.reduces_unused:
+            ForgetUnused(_sharded_module(nodes[unit.path])).install()
         for cast in unit.casts:
             Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
     sharded = {unit.path: _sharded_module(nodes[unit.path]) for unit in plan.units}

@@ -81,6 +81,12 @@ class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
 
 
+class StepMismatchError(AnnotationError):
+    """The ranks of the mesh do not run the same step; it was stopped on all of them."""
+
+    outcome = "the step was stopped before the ranks could wait for each other"
+
+
 class PartlyShardedError(AnnotationError):
     """`fully_shard` failed although every check had passed; the model must be built again."""
 

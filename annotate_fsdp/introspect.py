@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, OffloadPolicy
@@ -122,6 +123,57 @@ class GatherAgain:
         if not is_gathered(self.module):
             fsdp_state(self.module)._pre_backward(gradient)
         return gradient
+
+
+class ForgetUnused:
+    """Reduces all gradients of a unit, zeros for what this rank did not use; what no rank used gets none.
+
+    A zero gradient is not the same as none: with it an optimizer decays the weight and moves by its momentum.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.used: dict[int, bool] = {}  # by id of a parameter, until replicas are reduced too
+
+    def install(self) -> None:
+        """Watch the reductions of the unit of a sharded module."""
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        for group in fsdp_state(self.module)._fsdp_param_groups:
+            vars(group)["post_backward"] = self._watched(group, group.post_backward)
+
+    def _watched(self, group: Any, reduce: Callable[..., None]) -> Callable[..., None]:
+        @wraps(reduce)
+        @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+        def watched(*args: Any) -> None:
+            trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            is_gathered_once = all(hasattr(p, "_unsharded_param") for p in trained)
+            if not (group.reduce_grads and trained and is_gathered_once):
+                reduce(*args)
+                return
+            for param in trained:
+                gradients = (param.unsharded_accumulated_grad, param._unsharded_param.grad)
+                is_used = any(gradient is not None for gradient in gradients)
+                self.used[id(param)] = self.used.get(id(param), False) or is_used
+            had = [param.sharded_param.grad is not None for param in trained]
+            reduce(*args)
+            meshes = [group.mesh_info.shard_process_group]
+            if isinstance(group.mesh_info, HSDPMeshInfo):
+                if not group.all_reduce_grads:
+                    return
+                meshes.append(group.mesh_info.replicate_process_group)
+            marks = torch.tensor(
+                [self.used[id(param)] for param in trained], dtype=torch.uint8, device=group.device
+            )
+            for each in meshes:
+                if dist.get_world_size(each) > 1:
+                    dist.all_reduce(marks, dist.ReduceOp.MAX, each)
+            for param, is_used, had_one in zip(trained, marks.tolist(), had, strict=True):
+                if not is_used and not had_one:
+                    param.sharded_param.grad = None
+            self.used.clear()
+
+        return watched
 
 
 class FreeAfterEvaluation:
@@ -555,6 +607,26 @@ def unreduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
 
 
+def reduced_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name) of the parameters whose gradients the unit's next reduction holds."""
+    for group in fsdp_state(module)._fsdp_param_groups:
+        if group.reduce_scatter_unused_params:
+            for fsdp_param in group.fsdp_params:
+                if fsdp_param.sharded_param.requires_grad:
+                    yield fsdp_param._module_info.module, fsdp_param._module_info.param_name
+            return
+    yield from unreduced_of(module)
+
+
+def ranks_of(module: nn.Module) -> list[int]:
+    """Return the ranks that the unit of a sharded module communicates with; none in a fake process group."""
+    groups = fsdp_state(module)._fsdp_param_groups
+    meshes = [group.mesh_info.mesh for group in groups]
+    if not meshes or any(dist.get_backend(each) == "fake" for each in meshes[0].get_all_groups()):
+        return []
+    return sorted(meshes[0].mesh.flatten().tolist())
+
+
 def switches_of(module: nn.Module) -> Switches:
     """Return what is switched on the unit of a sharded module."""
     groups = fsdp_state(module)._fsdp_param_groups
@@ -581,6 +653,7 @@ def _read_unit(state: Any, nodes: list[Node], held_by_id: dict[int, Held]) -> Un
         class_names=tuple(node.class_name for node in nodes),
         provenance="read back",
         param_dtypes=_read_param_dtypes(state, groups, held_by_id),
+        reduces_unused=any(group.reduce_scatter_unused_params for group in groups),
         parameters=parameters,
         gathers_again=len(nodes) > 1 and all(gathers_again(node.module) for node in nodes),
         forward_methods=tuple((node.path, name) for node in nodes for name in node.entry_points),

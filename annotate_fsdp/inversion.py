@@ -133,7 +133,13 @@ class Inverter:
         callers = {node.index: node for p in inside if (node := self._caller(unit, p)) is not None}
         nodes = [callers[index] for index in sorted(callers)]
         inner = _inner(unit, policy, nodes, inside)
-        self.sites[inner.paths] = Site((unit.paths,), "what lies inside a unit turned inside out", False)
+        self.sites[inner.paths] = Site(
+            (unit.paths,),
+            "what lies inside a unit turned inside out",
+            False,
+            self.sites[unit.paths].is_conditional,
+            f"{inner.name} are one unit" if len(nodes) > 1 else "",
+        )
         return (inner, outer)
 
 

@@ -97,6 +97,30 @@ def lower_plan(
     return work.result()
 
 
+def join_conditional(
+    plan: Plan, surroundings: Surroundings, *, can_fold: bool = CAN_FOLD
+) -> tuple[Plan, list[Finding]]:
+    """Return `plan` with each conditional unit in the nearest one around it that every rank runs.
+
+    A rank that skips a unit with collectives of its own would hang those that do not. So would a unit inside
+    it, which joins as well.
+
+    Args:
+        plan: as the marks mean it.
+        surroundings: of that plan.
+        can_fold: as in `lower_plan`.
+
+    Returns:
+        The plan, and a finding for each such unit that can join none.
+    """
+    if not any(surroundings.sites[unit.paths].is_conditional for unit in plan.units):
+        return plan, []
+    work = _Lowering(plan, surroundings, 0, 0, can_fold)
+    findings = list(work.join_conditional())
+    work.join()
+    return work.result(), findings
+
+
 class _Lowering:
     """One lowering: the units by their paths, replaced step by step."""
 
@@ -125,11 +149,41 @@ class _Lowering:
         """Why a unit keeps its own call whatever the others are; "" if that depends on them."""
         if stays := self.surroundings.sites[unit.paths].stays:
             return stays
+        if unit.islands:
+            return "conditional units joined it"
         if (size := unit.whole_bytes()) > self.merge_below:
             return human_bytes(size)
         if len(unit.storage_dtypes) > 1:
             return f"stored in {_and(unit.storage_dtypes)}"
         return ""
+
+    # -- conditional units -------------------------------------------------------------------------
+
+    def join_conditional(self) -> Iterator[Finding]:
+        """Let each conditional unit join another, outermost first; yield a finding for each that cannot."""
+        for unit in reversed(self.plan.units):
+            site = self.surroundings.sites[unit.paths]
+            if not site.is_conditional:
+                continue
+            around = {self.folded_into.get(paths, paths) for paths in site.around}
+            wrong = site.why_alone or ("several units are around it" if len(around) > 1 else "")
+            if not wrong:
+                (paths,) = around
+                host = self.hosts.setdefault(paths, _Host(self.units[paths], is_conditional=True))
+                wrong = host.why_not(unit, self.can_fold)
+                if not wrong:
+                    self._fold_into(unit, host)
+                    continue
+            members = ", ".join(unit.members) or "nothing by itself"
+            yield Finding(
+                "AF213",
+                "error",
+                unit.path,
+                f"some ranks may skip it (conditional=True on it or around it); it holds {members}",
+                f"it cannot join the unit around it: {wrong}, and a rank that skips a unit of its own "
+                "hangs the others",
+                "Give it the dtypes, the mesh and the offload of the unit around it, or run it on every rank",
+            )
 
     # -- fold --------------------------------------------------------------------------------------
 
@@ -179,17 +233,28 @@ class _Lowering:
         computes = {p.path: unit.compute_dtype(p) for unit in (host, *taken) for p in unit.parameters}
         own = [p for p in parameters if computes[p.path] != (host.policy.param_dtype or p.dtype)]
         excluded = dict.fromkeys(path for unit in (host, *taken) for path in unit.excluded)
-        islands = [_island(unit, "fold", _why_folded(unit, host)) for unit in taken]
+        kind = "conditional, joined" if taker.is_conditional else "folded into"
+        islands = [_island(unit, "fold", _why_folded(unit, host, kind)) for unit in taken]
+        casts = [*host.casts, *(replace(self._cast_of(unit), is_folded=True) for unit in taken)]
+        joins = taker.is_conditional and any(unit.is_trainable for unit in taken)
         return replace(
             host,
             why=why,
+            reduces_unused=host.reduces_unused or joins,
             members=tuple(members),
             parameters=parameters,
             param_dtypes=tuple((p.path, computes[p.path]) for p in own),
             excluded=tuple(path for path in excluded if path not in members),
-            casts=tuple(replace(_cast(unit), is_folded=True) for unit in taken),
-            islands=tuple(islands),
+            casts=tuple(sorted(casts, key=lambda cast: self.surroundings.finished[cast.path])),
+            islands=(*host.islands, *islands),
         )
+
+    def _cast_of(self, unit: Unit) -> Cast:
+        """What is cast at its boundary; one that holds nothing looks at a parameter inside it."""
+        if unit.members:
+            return _cast(unit)
+        inside = (path for path in self.surroundings.registered if path.startswith(f"{unit.path}."))
+        return _cast(replace(unit, members=(next(inside),)))
 
     # -- group -------------------------------------------------------------------------------------
 
@@ -325,8 +390,9 @@ def _group_key(unit: Unit) -> tuple[object, ...]:
 class _Host:
     """A unit that others may be folded into, and those that are."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, is_conditional: bool = False) -> None:
         self.unit = unit
+        self.is_conditional = is_conditional  # what it takes is skipped on some ranks
         self.taken: list[Unit] = []
         self.stored = {p.dtype for p in unit.parameters if p.trainable}
 
@@ -363,10 +429,12 @@ class _Host:
         return ""
 
 
-def _why_folded(unit: Unit, host: Unit) -> str:
+def _why_folded(unit: Unit, host: Unit, kind: str) -> str:
+    if not unit.members:
+        return f"{kind} {host.name}: it holds nothing by itself"
     stored = _and(unit.storage_dtypes)
-    kind = f"{'an' if stored.startswith('f') else 'a'} {stored} unit"
-    return f"folded into {host.name}: {human_bytes(unit.whole_bytes())}, {stored} stored in {kind}"
+    beside = f"{'an' if stored.startswith('f') else 'a'} {stored} unit"
+    return f"{kind} {host.name}: {human_bytes(unit.whole_bytes())}, {stored} stored in {beside}"
 
 
 def _and(dtypes: Collection[torch.dtype]) -> str:

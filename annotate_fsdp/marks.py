@@ -36,6 +36,7 @@ class UnitOptions(TypedDict, total=False):
     offload_policy: OffloadPolicy | None
     group: str | None
     param_dtypes: Mapping[str, torch.dtype]
+    conditional: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class UnitSpec:
     - group: tagged modules of one group name under one enclosing unit share a unit.
     - param_dtypes: compute dtype of single parameters that the module holds directly, by name, where it is
       not the policy's (`{"A_log": torch.float32}`); kept as sorted pairs.
+    - conditional: some ranks may skip it in a step. It gets no collective of its own: its parameters, and
+      those of the units inside it, join the nearest unit around that is not conditional.
 
     Raises:
         AnnotationError: an option holds a value that no model could give a meaning.
@@ -69,6 +72,7 @@ class UnitSpec:
     offload_policy: OffloadPolicy | None = None
     group: str | None = None
     param_dtypes: Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] = ()
+    conditional: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.param_dtypes, Mapping):
@@ -143,6 +147,8 @@ def _impossible_options(spec: UnitSpec) -> Iterator[tuple[str, object, str, str]
         )
     if not isinstance(spec.casts_itself, bool):
         yield "casts_itself", spec.casts_itself, "it is not a bool", "Write True or False"
+    if not isinstance(spec.conditional, bool):
+        yield "conditional", spec.conditional, "it is not a bool", "Write True or False"
     reshard = spec.reshard_after_forward
     if not (reshard is None or reshard == "except_last" or isinstance(reshard, int)) or (
         not isinstance(reshard, bool) and isinstance(reshard, int) and reshard < 1

@@ -24,14 +24,17 @@ from annotate_fsdp.introspect import (
     is_gathered,
     named_shards,
     plan_of,
+    ranks_of,
+    reduced_of,
     shards_of,
     switches_of,
     unreduced_of,
     watch_communication,
     watch_entries,
 )
+from annotate_fsdp.lockstep import Announcement, Lockstep
 from annotate_fsdp.observation import Observation, Verdict
-from annotate_fsdp.plan import Island, Plan, Unit
+from annotate_fsdp.plan import Island, Plan, Unit, dtype_name
 from annotate_fsdp.probes import (
     Call,
     CountCollectives,
@@ -53,27 +56,35 @@ from annotate_fsdp.verdict import (
 
 
 @contextlib.contextmanager
-def observe(model: nn.Module, plan: Plan | None = None) -> Iterator[Observation]:
+def observe(model: nn.Module, plan: Plan | None = None, *, cross_rank: bool = False) -> Iterator[Observation]:
     """Record the first forward and backward of `model` that run inside, and hold them against a plan.
 
     A weight that is read while it is sharded is a disagreement too, and, if the read fails, a note on the
-    exception. Recording ends when the backward through the model's output is complete, or when a second forward of
-    the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled inside, so
-    that what happens between their operations can be seen. Nothing is left on the model afterwards.
+    exception. Recording ends when the backward through the model's output is complete, or when a second
+    forward of the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled
+    inside, so that what happens between their operations can be seen. Nothing is left on the model
+    afterwards.
 
     Args:
         model: sharded by `shard_annotated` or by hand.
         plan: what to compare with; by default the plan that `shard_annotated` applied, else the one read
             back from FSDP2, which only what forward sees can contradict.
+        cross_rank: all ranks of the mesh are inside such a block, and before each collective of FSDP2 they
+            tell each other through the process group's store which it is, until the block ends. Slow.
 
     Raises:
         AnnotationError: nothing in `model` is sharded.
+        StepMismatchError: with `cross_rank`, the ranks are about to do different things; on every rank.
+            A rank that says nothing is waited for as long as the store's timeout. FSDP2 does not finish
+            the step, so the model must be built again.
     """
     recorder = _Recorder(model, plan)
     with contextlib.ExitStack() as stack:
         observation = Observation(recorder.tree.root.class_name, recorder.judge)
         stack.callback(observation.close)
         recorder.install(stack)
+        if cross_rank:
+            stack.enter_context(recorder.keep_step())
         try:
             yield observation
         except Exception as error:
@@ -113,10 +124,13 @@ class _Recorder:
         self.depth = 0  # of the forwards that are going on
         self.has_queued_end = False
         self.tensor_hooks: list[Any] = []
+        self.lockstep: Lockstep | None = None
         self.hooked: dict[int, torch.Tensor] = {}  # parameters by id, kept so that no id comes back
         self.nodes = {node.path: node for node in self.tree.nodes}
         self.holders = _find_holders(self.tree)
         self.seen = list(self._modules_to_watch())
+        self._unit_modules = dict(self._sharded_modules())
+        self.reducing: tuple[str, ...] = ()
         self.shards = [module for node in self.tree.nodes if (module := _sharded_module(node)) is not None]
 
     def _modules_to_watch(self) -> Iterator[Seen]:
@@ -211,9 +225,23 @@ class _Recorder:
         def after(mod: nn.Module, args: object, output: object) -> None:
             if self._is_recording():
                 self._await_backward(output)
+            if self.lockstep is not None:
+                self.lockstep.announce(Announcement("the end of the model's forward"))
 
         stack.callback(root.register_forward_pre_hook(entering, prepend=True).remove)
         stack.callback(root.register_forward_hook(after).remove)
+
+    @contextlib.contextmanager
+    def keep_step(self) -> Iterator[None]:
+        """Compare the sequence of FSDP2's collectives with that of the other ranks."""
+        found = (ranks_of(module) for module in reversed(self._unit_modules.values()))
+        ranks = next(filter(None, found), [])
+        if len(ranks) < 2:
+            yield
+            return
+        self.lockstep = Lockstep(ranks)
+        with self.lockstep.block():
+            yield
 
     # -- what they note ----------------------------------------------------------------------------
 
@@ -347,12 +375,39 @@ class _Recorder:
     def _communicate(self, unit: str) -> Iterator[None]:
         """What is called inside belongs to `unit`."""
         self.communicating.append(unit)
+        if self.lockstep is not None:
+            self.reducing = tuple(self._reduced(unit))
         try:
             yield
         finally:
             self.communicating.pop()
 
+    def _reduced(self, unit: str) -> Iterator[str]:
+        """Yield the FQNs of the parameters whose gradients the unit's next reduction holds."""
+        names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
+        for owner, name in reduced_of(self._unit_modules[unit]):
+            yield names.get((id(owner), name), name)
+
+    def _announce(self, call: Call) -> None:
+        """Wait until the other ranks are about to make the same call of FSDP2."""
+        assert self.lockstep is not None
+        path = self.communicating[-1]
+        back = in_backward()
+        name = self.actual.unit(path).name
+        words = f"the {call.kind.replace('_', '-')} of unit {name!r} in {'backward' if back else 'forward'}"
+        position = self.nodes[path].index
+        self.lockstep.announce(
+            Announcement(
+                f"{words} ({dtype_name(call.dtype)}, {call.numel} elements)",
+                path,
+                -position if back else position,
+                () if call.kind == "all_gather" else self.reducing,
+            )
+        )
+
     def _count(self, call: Call) -> None:
+        if self.lockstep is not None and self.communicating:
+            self._announce(call)
         if not self._is_recording():
             return
         if not self.communicating:

@@ -135,7 +135,7 @@ class Unit:
     """One `fully_shard` call.
 
     Compared: `paths`, `members`, `policy`, `reshard_after_forward`, `mesh`, `offload_policy`,
-    `param_dtypes`, `casts`. Not compared: where it comes from and how it looks.
+    `param_dtypes`, `casts`, `reduces_unused`. Not compared: where it comes from and how it looks.
 
     - paths: FQNs of the modules in the call; `("",)` is the root.
     - members: FQNs of the parameters it gathers and frees.
@@ -153,6 +153,9 @@ class Unit:
     - param_dtypes: (FQN, dtype) of the members that compute in another dtype than the policy's.
     - casts: the modules whose inputs and outputs our own hooks cast, since they are no units of FSDP2 or
       share one; see `Cast`.
+    - reduces_unused: whether it reduces a zero for each parameter that a rank did not use, since others may
+      have used it (`set_reduce_scatter_unused_params`); then the ranks tell each other which of them
+      nobody used, and those get no gradient.
     - gathers_again: whether the backward of each of several modules gathers what was freed meanwhile, as
       our hooks see to.
     - is_freed_after_evaluation: whether our hook on the root frees it after a forward without gradients. A
@@ -169,6 +172,7 @@ class Unit:
     offload_policy: OffloadPolicy
     param_dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     casts: tuple[Cast, ...] = ()
+    reduces_unused: bool = False
     class_names: tuple[str, ...] = field(default=(), compare=False)
     provenance: str = field(default="", compare=False)
     lowering: str = field(default="unit", compare=False)
@@ -299,6 +303,7 @@ class Unit:
             replicate=mesh.replicate if mesh and (mesh.replicate > 1 or len(mesh.dim_names) > 1) else None,
             reduce_dtype=self.policy.reduce_dtype,
             gathers_again=self.gathers_again,
+            reduces_unused=self.reduces_unused,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -325,6 +330,7 @@ class Unit:
             "excluded": list(self.excluded),
             "forward_methods": [list(pair) for pair in self.forward_methods],
             "param_dtypes": {path: dtype_name(dtype) for path, dtype in self.param_dtypes},
+            "reduces_unused": self.reduces_unused,
             "islands": [island.to_dict() for island in self.islands],
         }
 
@@ -531,6 +537,7 @@ def unit_facts(unit: Unit, policy: str) -> dict[str, str]:
         "excluded": ", ".join(unit.excluded),
         "param_dtypes": _dtypes_text(unit.param_dtypes),
         "casts": ", ".join(map(str, unit.casts)),
+        "reduces_unused": str(unit.reduces_unused),
     }
     for parameter in unit.parameters:
         flag = "trainable" if parameter.trainable else "frozen"
@@ -555,6 +562,8 @@ def _unit_differences(mine: Unit, theirs: Unit) -> Iterator[tuple[str, object, o
         here = sorted(map(str, set(mine.casts) - set(theirs.casts)))
         there = sorted(map(str, set(theirs.casts) - set(mine.casts)))
         yield "casts", _some(here), _some(there)
+    if mine.reduces_unused != theirs.reduces_unused:
+        yield "reduces_unused", mine.reduces_unused, theirs.reduces_unused
     if mine.reshard_after_forward != theirs.reshard_after_forward or (
         isinstance(mine.reshard_after_forward, bool) != isinstance(theirs.reshard_after_forward, bool)
     ):

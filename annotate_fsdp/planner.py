@@ -43,11 +43,15 @@ class Site:
     - around: paths of the units nearest around it; more than one if it is shared; () for the root.
     - stays: why it must keep a call of its own, "" if it need not.
     - names_precision: whether its mark asks for a dtype or a cast.
+    - is_conditional: whether it or a unit around it is marked as conditional.
+    - why_alone: why it cannot join the unit around it whatever that is, "" if it can.
     """
 
     around: tuple[tuple[str, ...], ...]
     stays: str
     names_precision: bool
+    is_conditional: bool = False
+    why_alone: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,8 +115,34 @@ class Planner:
         for draft in self.drafts:
             around = {id(outer): paths[id(outer)] for node in draft.nodes for outer in self.around[node]}
             is_precise = any(spec is not None and spec.names_precision for spec in draft.specs)
-            sites[paths[id(draft)]] = Site(tuple(around.values()), self._why_it_stays(draft), is_precise)
+            sites[paths[id(draft)]] = Site(
+                tuple(around.values()),
+                self._why_it_stays(draft),
+                is_precise,
+                self._is_conditional(draft),
+                self._why_alone(draft),
+            )
         return sites
+
+    def _is_conditional(self, draft: _Draft) -> bool:
+        """Whether it or a unit around it may be skipped on some ranks."""
+        if any(spec is not None and spec.conditional for spec in draft.specs):
+            return True
+        return any(self._is_conditional(outer) for node in draft.nodes for outer in self.around[node])
+
+    def _why_alone(self, draft: _Draft) -> str:
+        """Why a unit cannot join one around it, "" if it can."""
+        if draft.kept is not None:
+            return "it is sharded already"
+        if draft.nodes == [0]:
+            return "nothing is around the root"
+        if len(draft.nodes) > 1:
+            return f"{_name(self._paths(draft))} are one unit"
+        if self.tree.nodes[draft.nodes[0]].entry_points:
+            return "it has @fsdp_forward methods"
+        if not self.is_sharded and any(dtensor_of(held.parameter) is not None for held in draft.members):
+            return "its parameters are DTensors"
+        return ""
 
     def _why_it_stays(self, draft: _Draft) -> str:
         """Why a unit cannot be grouped or folded whatever the others are; "" if it can."""

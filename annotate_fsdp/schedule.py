@@ -173,7 +173,9 @@ class Schedule:
         unit.training = "done"
         gradients: list[str] = []
         if unit.switches.reduces:
-            gradients = [path for path in unit.traffic.by_path if path in unit.gradients]
+            members = unit.traffic.by_path.items()
+            zeros = unit.traffic.reduces_unused
+            gradients = [path for path, m in members if path in unit.gradients or (zeros and m.trainable)]
             unit.gradients.clear()
         if unit.switches.reshards:
             self._reshard(unit)
@@ -232,6 +234,10 @@ class Schedule:
             self._call("reduce_scatter", unit, dtype, numel, traffic.shard)
         if traffic.replicate is not None and unit.switches.all_reduces:
             self._call("all_reduce", unit, dtype, numel // max(traffic.shard, 1), traffic.replicate)
+        if traffic.reduces_unused and (unit.switches.all_reduces or traffic.replicate is None):
+            for ranks in (traffic.shard, traffic.replicate):
+                if ranks is not None and ranks != 1:
+                    self._call("all_reduce", unit, torch.uint8, len(gradients), ranks)
 
     def _call(self, kind: Kind, unit: _Unit, dtype: torch.dtype, numel: int, ranks: int) -> None:
         self.calls.append(Collective(kind, unit.traffic.paths[0], self.phase, dtype, numel, ranks))

@@ -27,6 +27,7 @@ from annotate_fsdp.lowering import (
     MERGE_BELOW,
     Surroundings,
     check_lowering,
+    join_conditional,
     lower_plan,
 )
 from annotate_fsdp.marks import PLAN_ATTRIBUTE, Policy, Reshard, UnitSpec, did_you_mean
@@ -257,10 +258,11 @@ def _lowered(
 ) -> tuple[Plan, list[Finding]]:
     """Return how `plan` is carried out, under the lowering `always` if there is one, and what cannot be."""
     lowering = always or options.get("lowering", "auto")
-    if lowering == "unit" and not any(unit.param_dtypes for unit in plan.units):
+    sites = planner.sites()
+    is_plain = not any(unit.param_dtypes or sites[unit.paths].is_conditional for unit in plan.units)
+    if lowering == "unit" and is_plain:
         return plan, []
     nodes = planner.tree.nodes
-    sites = planner.sites()
     inverter = Inverter(planner.tree, sites, CAN_FOLD)
     plan = inverter.plan(plan)
     if inverter.findings:
@@ -271,6 +273,9 @@ def _lowered(
         parents={node.path: [nodes[parent].path for parent in node.parents] for node in nodes},
         registered={held.path: position for position, held in enumerate(planner.tree.held)},
     )
+    plan, wrong = join_conditional(plan, surroundings)
+    if wrong:
+        return plan, wrong
     merge_below = options.get("merge_below", MERGE_BELOW)
     group_bytes = options.get("group_bytes", GROUP_BYTES)
     return lower_plan(plan, surroundings, lowering, merge_below=merge_below, group_bytes=group_bytes), []

@@ -35,6 +35,8 @@ class Traffic:
       None where nothing is replicated.
     - reduce_dtype: that gradients are sent in; None for their own.
     - gathers_again: whether the backward of each module gathers what was freed, not only that of the last.
+    - reduces_unused: whether it reduces all of its gradients, zeros for what was not used, and then one mark
+      for each that says whether any rank used it.
     - ahead: the units, by their first module, that it gathers ahead in forward and in backward.
     """
 
@@ -45,6 +47,7 @@ class Traffic:
     replicate: int | None
     reduce_dtype: torch.dtype | None
     gathers_again: bool = False
+    reduces_unused: bool = False
     ahead: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @cached_property

@@ -550,6 +550,7 @@ DIRECTLY = (
         ("nothing", None, []),
     ],
 )
+@pytest.mark.report(48)
 def test_observe_names_what_is_read_while_sharded(
     ranks: Pool, read: str, error: str | None, expected: list[str]
 ) -> None:

@@ -49,6 +49,7 @@ ORDER = [
     "probes",
     "observation",
     "verdict",
+    "lockstep",
     "observe",
     "links",
     "cost",
