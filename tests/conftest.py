@@ -14,6 +14,11 @@ import torch
 from pool import IGNORED_WARNINGS, Pool, fake_group
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a longer search for faults be asked for."""
+    parser.addoption("--kills", type=int, default=1, help="how many training runs to kill at random moments")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the test process the exceptions to `filterwarnings = error` that the workers have."""
     torch.set_warn_always(True)

@@ -2,24 +2,27 @@
 
 A checkpoint is a directory `step-00000120` with DCP's files and a `run.json` of our own. It is written under
 another name, made durable, and renamed when it is whole; `run.json` lists every file with its size, so that
-a copy which was cut off is told apart as well. DCP keeps its index in a pickle, which only DCP itself reads:
-resume from directories that you trust, as with any torch checkpoint. Our own state is JSON and tensors.
+a copy which was cut off is told apart as well. Our own state is JSON and tensors, which DCP reads with
+`weights_only`. DCP's index is a pickle: `IndexReader` makes nothing of it but the records of an index, so
+that no checkpoint can run code.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -29,8 +32,64 @@ from annotate_fsdp.train.loop import plain_name
 from annotate_fsdp.train.settings import UsageError, option_name
 
 RUN_FILE = "run.json"
+INDEX_FILE = ".metadata"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
+_METADATA = "torch.distributed.checkpoint.metadata"
+# what DCP's index of tensors is made of; none of it does anything but hold values
+_RECORDS = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class IndexReader(FileSystemReader):
+    """Reads a checkpoint of DCP, and makes nothing of its pickled index but the records of an index.
+
+    Raises:
+        UsageError: the index is no index of tensors.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index."""
+        try:
+            with (Path(self.path) / INDEX_FILE).open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            LookupError,
+        ) as error:
+            raise UsageError(f"--resume: the index of {self.path} cannot be read: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise UsageError(f"--resume: the index of {self.path} cannot be read: it holds something else")
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _RECORDS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index does")
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -97,37 +156,74 @@ def save_checkpoint(
     """Write model, optimizer and step; called by every rank, and whole on disk when it returns.
 
     There is no random state to keep: batches are functions of the seed and the step, and no layer draws.
+
+    Raises:
+        UsageError: nothing was written, on every rank; the checkpoints of before are as they were.
     """
     target = checkpoint_path(root, step)
     partial = root / f".{target.name}.partial"
-    first = dist.get_rank() == 0
-    if first:
-        root.mkdir(exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    dist.barrier()
     state = {**_model_state(model), **_optimizer_state(model, optimizer)}
-    save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
-    dist.barrier()
-    if first:
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        run = {"format": FORMAT, "step": step, "identity": dict(identity), "files": files}
-        write_atomically(partial / RUN_FILE, json.dumps(run, indent=1))
-        if target.exists():  # not complete, or the run would not have come to this step again
-            shutil.rmtree(target)
-        partial.rename(target)
-        sync_directory(root)
-    dist.barrier()
+    try:
+        _on_first_rank(lambda: _begin(root, partial))
+        save(state, storage_writer=FileSystemWriter(partial, sync_files=True))
+        _on_first_rank(lambda: _finish(partial, target, step, identity))
+    except (CheckpointException, OSError) as error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what is there takes the room of the next one
+        raise UsageError(
+            f"--checkpoint-dir: {target} was not written: {_reason(error)}; the checkpoints of before it are "
+            f"whole: mend that and write --resume"
+        ) from error
     return target
+
+
+def _begin(root: Path, partial: Path) -> None:
+    """Make room: what a run that was killed left half written is of no use."""
+    root.mkdir(exist_ok=True)
+    for old in root.glob(".step-*.partial"):
+        shutil.rmtree(old)
+    partial.mkdir()
+
+
+def _finish(partial: Path, target: Path, step: int, identity: Mapping[str, Any]) -> None:
+    """Say what belongs to the checkpoint, and give it its name."""
+    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    run = {"format": FORMAT, "step": step, "identity": dict(identity), "files": files}
+    write_atomically(partial / RUN_FILE, json.dumps(run, indent=1))
+    if target.exists():  # not complete, or the run would not have come to this step again
+        shutil.rmtree(target)
+    partial.rename(target)
+    sync_directory(target.parent)
+
+
+def _on_first_rank(act: Callable[[], None]) -> None:
+    """Do something on one rank; all wait for it, and raise the OSError that it raised."""
+    wrong = [""]
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            wrong = [str(error)]
+    dist.broadcast_object_list(wrong, 0)
+    if wrong[0]:
+        raise OSError(wrong[0])
+
+
+def _reason(error: BaseException) -> str:
+    """Say in a line what made a checkpoint fail; torch puts the errors of all ranks into one exception."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {each[0]}" for rank, each in sorted(error.failures.items()))
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read a checkpoint into a sharded model and its fresh optimizer; called by every rank.
 
     Raises:
-        UsageError: its tensors are not those of the model.
+        UsageError: its tensors are not those of the model, or cannot be read.
     """
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = IndexReader(path)
+    stored = reader.read_metadata().state_dict_metadata
     sizes = {name: entry.size for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
     state = _model_state(model)
     theirs = {name: size for name, size in sizes.items() if name.startswith("model/")}
@@ -140,7 +236,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         values = optimizer.state[parameters[parameter]]
         values[key] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[parameter])
         state[name] = values[key]
-    load(state, storage_reader=FileSystemReader(path))
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        raise UsageError(f"--resume: {path} cannot be read: {_reason(error)}") from error
 
 
 def _step_of(path: Path) -> int | None:
