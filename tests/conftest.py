@@ -14,6 +14,11 @@ import torch
 from pool import IGNORED_WARNINGS, Pool, fake_group
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a longer run ask for more random models; see `test_fuzz.py`."""
+    parser.addoption("--fuzz-examples", type=int, default=440, help="random models of the slow fuzz test")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the test process the exceptions to `filterwarnings = error` that the workers have."""
     torch.set_warn_always(True)
