@@ -204,7 +204,7 @@ def unknown_attribute(model: Model, part: Part, variant: int) -> None:
 
 
 def marked_parameter(model: Model, part: Part, variant: int) -> None:
-    next(part.parameters()).__fsdp_dtype__ = torch.float32
+    next(model.body.parameters(), model.entry.weight).__fsdp_dtype__ = torch.float32
 
 
 def no_dtype(model: Model, part: Part, variant: int) -> None:
@@ -370,12 +370,13 @@ def build(fuzzed: Fuzzed, mesh: DeviceMesh, *, is_plain: bool = False) -> Model:
             continue
         parts = [module for module in model.modules() if isinstance(module, Part)]
         {**RIGHT, **WRONG}[kind](model, parts[place % len(parts)], variant)
+    is_synced = any(edit.kind == "synced" for edit in fuzzed.edits)  # a DTensor beside plain tensors runs not
     for module in list(model.modules()):
         if is_plain and hasattr(module, "is_early"):
             fsdp_unit(module, policy=BF16)
         elif hasattr(module, "is_early"):
-            fully_shard(module, mesh=mesh, mp_policy=BF16)
-        elif hasattr(module, "is_distributed") and not is_plain:
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=BF16)
+        elif hasattr(module, "is_distributed") and not is_plain and not is_synced:
             data = distribute_tensor(module.weight.detach(), mesh, [Replicate()] * mesh.ndim)
             module.weight = nn.Parameter(data)
     return model
