@@ -15,8 +15,9 @@ from pool import IGNORED_WARNINGS, Pool, fake_group
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a longer search for faults be asked for."""
+    """Let a longer search for faults be asked for; see `test_faults.py` and `test_fuzz.py`."""
     parser.addoption("--kills", type=int, default=1, help="how many training runs to kill at random moments")
+    parser.addoption("--fuzz-examples", type=int, default=440, help="random models of the slow fuzz test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
