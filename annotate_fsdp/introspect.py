@@ -131,13 +131,12 @@ class ForgetUnused:
     A zero gradient is not the same as none: with it an optimizer decays the weight and moves by its momentum.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:  # both an FSDPModule and an nn.Module
         self.module = module
         self.used: dict[int, bool] = {}  # by id of a parameter, until replicas are reduced too
 
     def install(self) -> None:
         """Watch the reductions of the unit of a sharded module."""
-        assert isinstance(self.module, FSDPModule)
         self.module.set_reduce_scatter_unused_params(True, recurse=False)
         for group in fsdp_state(self.module)._fsdp_param_groups:
             vars(group)["post_backward"] = self._watched(group, group.post_backward)

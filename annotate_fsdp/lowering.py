@@ -161,9 +161,13 @@ class _Lowering:
 
     def join_conditional(self) -> Iterator[Finding]:
         """Let each conditional unit join another, outermost first; yield a finding for each that cannot."""
+        failed: set[Paths] = set()
         for unit in reversed(self.plan.units):
             site = self.surroundings.sites[unit.paths]
             if not site.is_conditional:
+                continue
+            if not failed.isdisjoint(site.around):  # the finding on the unit around it is enough
+                failed.add(unit.paths)
                 continue
             around = {self.folded_into.get(paths, paths) for paths in site.around}
             wrong = site.why_alone or ("several units are around it" if len(around) > 1 else "")
@@ -174,12 +178,14 @@ class _Lowering:
                 if not wrong:
                     self._fold_into(unit, host)
                     continue
-            members = ", ".join(unit.members) or "nothing by itself"
+            failed.add(unit.paths)
+            below = tuple(f"{path}." if path else "" for path in unit.paths)
+            members = [path for path in self.surroundings.registered if path.startswith(below)]
             yield Finding(
                 "AF213",
                 "error",
                 unit.path,
-                f"some ranks may skip it (conditional=True on it or around it); it holds {members}",
+                f"conditional=True on it or around it; it holds {', '.join(members)}",
                 f"it cannot join the unit around it: {wrong}, and a rank that skips a unit of its own "
                 "hangs the others",
                 "Give it the dtypes, the mesh and the offload of the unit around it, or run it on every rank",
