@@ -11,7 +11,9 @@ from annotate_fsdp.collectives import Phase, Step
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.traffic import Member, Traffic
 
-EventKind = Literal["enter", "leave", "output", "input", "gradient", "end"]
+EventKind = Literal[
+    "enter", "leave", "output", "input", "gradient", "end", "hold", "release", "free", "regather"
+]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Event:
 
     - kind: `"enter"` and `"leave"`: a module's forward begins and ends; `"output"`: a gradient reaches
       what a run returned; `"input"`: the gradients of a run's inputs are complete; `"gradient"`: that of a
-      parameter is; `"end"`: backward is over.
+      parameter is; `"end"`: backward is over; `"hold"`: `gathered` holds a unit, until it leaves it gathered
+      (`"release"`) or frees it (`"free"`); `"regather"`: a weight that was saved inside is needed again.
     - path: of the module, or of the parameter.
     - run: number of the module's call in the step, None where no gradient comes back to it.
     - tracked: whether the inputs (on entering) or outputs (on leaving) require a gradient.
@@ -36,7 +39,8 @@ class Event:
     @property
     def phase(self) -> Phase:
         """The part of the step that it happens in."""
-        return "forward" if self.kind in ("enter", "leave") and not self.is_again else "backward"
+        kinds = ("enter", "leave", "hold", "release", "free")
+        return "forward" if self.kind in kinds and not self.is_again else "backward"
 
 
 @dataclass(eq=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import distributed as dist
@@ -262,6 +262,23 @@ def _free(module: nn.Module) -> None:
     module.reshard()
 
 
+#: What `Holds` tells of a unit: it will gather it; has; leaves it gathered, or frees it; gathers it again.
+HoldKind = Literal["hold", "held", "release", "free", "regather"]
+_HoldListener = Callable[[HoldKind, Sequence[nn.Module]], None]
+_hold_listeners: list[_HoldListener] = []
+
+
+def on_hold(listener: _HoldListener) -> Callable[[], None]:
+    """Have `listener` told what `gathered` does with units, each by its modules; return what undoes it."""
+    _hold_listeners.append(listener)
+    return partial(_hold_listeners.remove, listener)
+
+
+def _tell(kind: HoldKind, state: Any) -> None:
+    for listener in _hold_listeners:
+        listener(kind, state._modules)
+
+
 class Holds:
     """Units that are kept gathered in a `with` block, and after it for a backward through what it computed.
 
@@ -296,11 +313,14 @@ class Holds:
             finally:
                 Holds.open.remove(self)
                 stack.close()
-                for _, group in self.units:
-                    if id(group) in (self.opened | self.freed) - self.needed:
+                for state, group in self.units:
+                    is_freed = id(group) in (self.opened | self.freed) - self.needed
+                    if is_freed:
                         _reshard(group)
+                    _tell("free" if is_freed else "release", state)
 
     def _gather(self, state: Any, group: Any) -> None:
+        _tell("hold", state)
         _free_outdated(state._modules)
         if not group.is_unsharded:
             self.opened.add(id(group))
@@ -314,6 +334,7 @@ class Holds:
                 isinstance(hook, _ReduceLater) for hook in (whole._post_accumulate_grad_hooks or {}).values()
             ):
                 whole.register_post_accumulate_grad_hook(_ReduceLater(state, group))
+        _tell("held", state)
 
     def _note_reshard(self, group: Any) -> None:
         """Leave it gathered until the end, then free it."""
@@ -353,6 +374,7 @@ def _unpack(packed: tuple[torch.Tensor, tuple[Any, Any] | None]) -> torch.Tensor
     if owner is not None:
         state, group = owner
         if not group.is_unsharded:
+            _tell("regather", state)
             group.unshard()
             group.wait_for_unshard()
         if is_bw():

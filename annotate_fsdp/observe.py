@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,14 @@ from annotate_fsdp.collect import Node, Tree, collect_tree, wrapper_chain
 from annotate_fsdp.collectives import Collective, Collectives, Phase
 from annotate_fsdp.events import Event
 from annotate_fsdp.introspect import (
+    HoldKind,
     applied_plan,
     forwards_before,
     fsdp_state,
     is_entered,
     is_gathered,
     named_shards,
+    on_hold,
     plan_of,
     ranks_of,
     reduced_of,
@@ -59,11 +61,12 @@ from annotate_fsdp.verdict import (
 def observe(model: nn.Module, plan: Plan | None = None, *, cross_rank: bool = False) -> Iterator[Observation]:
     """Record the first forward and backward of `model` that run inside, and hold them against a plan.
 
-    A weight that is read while it is sharded is a disagreement too, and, if the read fails, a note on the
-    exception. Recording ends when the backward through the model's output is complete, or when a second
-    forward of the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled
-    inside, so that what happens between their operations can be seen. Nothing is left on the model
-    afterwards.
+    Recording ends when the backward through the model's output is complete, or when a second forward of
+    the model begins. A forward alone (evaluation) will do. Compiled modules run uncompiled inside, so
+    that what happens between their operations can be seen. Nothing is left on the model afterwards.
+
+    A weight that is read while it is sharded is a disagreement too, and a note on the exception if the
+    read fails.
 
     Args:
         model: sharded by `shard_annotated` or by hand.
@@ -162,6 +165,7 @@ class _Recorder:
         self._watch_root(_hooked_module(self.tree.root), stack)
         stack.enter_context(CountCollectives(self._count, self._note_read))
         stack.enter_context(watch_to_local(self._note_read))
+        stack.callback(on_hold(self._note_hold))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -264,9 +268,32 @@ class _Recorder:
                 seen.sharded[holder.path] = None
             else:
                 seen.parameters.setdefault(holder.path, {})[parameter.dtype] = None
-                if parameter.requires_grad and id(parameter) not in self.hooked:
-                    self.hooked[id(parameter)] = parameter
-                    self._on_gradient((parameter,), Event("gradient", holder.path))
+                self._await_gradient(holder.path, parameter)
+
+    def _await_gradient(self, path: str, parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and id(parameter) not in self.hooked:
+            self.hooked[id(parameter)] = parameter
+            self._on_gradient((parameter,), Event("gradient", path))
+
+    def _note_hold(self, kind: HoldKind, modules: Sequence[nn.Module]) -> None:
+        """Note what `gathered` does with the unit of `modules`."""
+        ids = {id(module) for module in modules}
+        unit = next(
+            (u for u, (_, m) in zip(self.actual.units, self._sharded_modules(), strict=True) if id(m) in ids),
+            None,
+        )
+        if unit is None or self.is_finished:
+            return
+        if not self.is_started:
+            self._begin()
+        if kind != "held":
+            self.events.append(Event(kind, unit.path, is_again=in_backward()))
+            return
+        for path in unit.members:
+            for holder in self.holders.get(path, ()):
+                parameter = holder.module._parameters[holder.name]
+                if parameter is not None:
+                    self._await_gradient(path, parameter)
 
     def _begin(self) -> None:
         """Note in what state the step begins."""

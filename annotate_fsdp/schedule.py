@@ -26,6 +26,8 @@ class _Unit:
     waiting: set[str] = field(default_factory=set)  # its modules that have yet to run
     indices: list[int] = field(default_factory=list)
     gradients: dict[str, None] = field(default_factory=dict)
+    holds: int = 0  # blocks of `gathered` that are open
+    was_held: bool = False
 
 
 class Schedule:
@@ -90,6 +92,8 @@ class Schedule:
             self._enter(event, unit)
         elif event.kind == "leave":
             self._leave(event, unit)
+        elif event.kind in ("hold", "release", "free", "regather"):
+            self._hold(event, unit)
         elif event.run is not None and event.kind == "output":
             for waiting in self.on_output.get(event.run, ()):
                 self._before_backward(waiting)
@@ -154,6 +158,26 @@ class Schedule:
             self.on_output.setdefault(event.run, []).append(unit)
         unit.hook = "idle"
 
+    def _hold(self, event: Event, unit: _Unit) -> None:
+        """What `gathered` does; see `Holds`."""
+        if event.kind in ("hold", "regather"):
+            self._gather(unit)
+            self._take_up(unit)
+        if event.kind == "hold":
+            unit.holds += 1
+            unit.was_held = True
+        elif event.kind == "regather":
+            self._end_later(unit)
+        else:
+            unit.holds = max(unit.holds - 1, 0)
+            if event.kind == "free":
+                unit.holders = "ranks"
+
+    def _end_later(self, unit: _Unit) -> None:
+        self.is_ending = True
+        if unit.training == "done":
+            unit.training = "idle"
+
     # -- backward ----------------------------------------------------------------------------------
 
     def _before_backward(self, unit: _Unit) -> None:
@@ -198,7 +222,10 @@ class Schedule:
 
     def _note_gradient(self, parameter: str) -> None:
         if parameter in self.holding:
-            self.holding[parameter].gradients[parameter] = None
+            unit = self.holding[parameter]
+            unit.gradients[parameter] = None
+            if unit.was_held:
+                self._end_later(unit)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -222,6 +249,8 @@ class Schedule:
 
     def _reshard(self, unit: _Unit) -> None:
         reshard = unit.traffic.reshard
+        if unit.holds:
+            return
         if unit.training != "forward" or reshard is True:
             unit.holders = "ranks"
         elif reshard is not False:

@@ -558,3 +558,37 @@ def test_observe_names_what_is_read_while_sharded(
         assert raised is None if error is None else error in raised
         assert notes == (expected if error else [])
         assert said == expected
+
+
+def observed(lowering: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for loss in (
+        after_the_root,
+        before_any_forward,
+        inside_the_root,
+        before_its_forward,
+        behind_its_own_unit,
+    ):
+        model = make(as_it_is, lowering, BF16)
+        with observe(model) as observation:
+            step(model, loss, *data(0, 0))
+        counts = observation.unit("head").collectives
+        assert observation.backward
+        found[loss.__name__] = (
+            observation.disagreements,
+            counts["all_gather"],
+            counts["reduce_scatter"],
+        )
+    return found
+
+
+@pytest.mark.parametrize("lowering", ["group", pytest.param("unit", marks=pytest.mark.slow)])
+def test_observe_knows_what_gathered_calls(ranks: Pool, lowering: str) -> None:
+    for found in ranks.run(observed, lowering):
+        assert found == {
+            "after_the_root": ((), 1, 1),
+            "before_any_forward": ((), 1, 1),
+            "inside_the_root": ((), 1, 1),
+            "before_its_forward": ((), 3, 1),  # freed by its forward, and by its own backward
+            "behind_its_own_unit": ((), 2, 1),
+        }
