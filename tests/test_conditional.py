@@ -157,6 +157,7 @@ def sixteen() -> list[float]:
     return [float(expert.weight.grad.full_tensor()) for expert in model.each]
 
 
+@pytest.mark.report(57)
 def test_experts_of_different_ranks_are_not_summed(ranks: Pool) -> None:
     assert ranks.run(sixteen) == [[16.0, 16.0], [16.0, 16.0]]
 
@@ -188,6 +189,7 @@ def test_what_conditional_units_joined_is_no_member_of_a_group() -> None:
     assert plan.unit("experts").why == "own unit: conditional units joined it"
 
 
+@pytest.mark.report(59)
 def test_frozen_conditional_units_need_no_zeros() -> None:
     model = make()
     model.tower.requires_grad_(False)
