@@ -30,7 +30,7 @@ from annotate_fsdp.boundary import boundary_of, grad_tensors
 from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
 from annotate_fsdp.errors import AnnotationError, Finding
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
-from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, order_units
+from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, dtype_name, order_units
 from annotate_fsdp.policies import with_reduce_dtype
 from annotate_fsdp.traffic import Switches
 
@@ -251,6 +251,65 @@ class FreeOutdated:
         if seen != self.seen and is_gathered(self.module):
             _free(self.module)
         self.seen = seen
+
+
+class Settled:
+    """Stands before a unit's reduction, and settles what FSDP2 settles at the first forward only, or never.
+
+    - The trainable parameters decide the dtype that gradients are reduced from and stored in. Where others
+      are trainable than at the first forward, FSDP2 fails to assign their gradients.
+    - After a backward without reduction gradients wait in the dtype of the reduction. Where a parameter gets
+      its first one later, FSDP2 refuses to reduce both.
+    """
+
+    def __init__(self, group: Any, unit: str) -> None:
+        self.group = group
+        self.unit = unit
+        self.post_backward = group.post_backward
+        self.seen: list[bool] = []
+
+    @classmethod
+    def install(cls, module: nn.Module, unit: str) -> None:
+        """Put one before each reduction of a sharded module, which the plan names `unit`."""
+        for group in fsdp_state(module)._fsdp_param_groups:
+            group.post_backward = cls(group, unit)
+
+    @_dynamo_disable  # type: ignore[untyped-decorator, unused-ignore]  # torch leaves it unannotated
+    def __call__(self, *args: Any) -> Any:
+        """Settle, and reduce."""
+        params = self.group.fsdp_params
+        trainable = [param.sharded_param.requires_grad for param in params]
+        if trainable != self.seen:
+            self._follow()
+            self.seen = trainable
+        waiting = [getattr(param, "unsharded_accumulated_grad", None) is not None for param in params]
+        if self.group.reduce_grads and any(waiting):
+            for param, waits in zip(params, waiting, strict=True):
+                if not waits and hasattr(param, "_unsharded_param"):
+                    param.to_accumulated_grad_if_needed()
+        return self.post_backward(*args)
+
+    def _follow(self) -> None:
+        """Take the dtypes of the parameters that are trainable now."""
+        names: dict[torch.dtype, str] = {}
+        for param in self.group.fsdp_params:
+            if param.sharded_param.requires_grad:
+                names.setdefault(param.sharded_param.dtype, str(param._param_fqn))
+        if len(names) > 1:
+            listed = "; ".join(f"{dtype_name(dtype)} such as {name}" for dtype, name in names.items())
+            raise AnnotationError(
+                [
+                    Finding(
+                        "AF203",
+                        "error",
+                        list(names.values())[-1],
+                        f"trainable in unit {self.unit} since it was unfrozen",
+                        f"the unit stores trainable parameters of {len(names)} dtypes: {listed}",
+                        "Store all in one dtype before sharding, or mark one as a unit of its own",
+                    )
+                ]
+            )
+        self.group._init_mp_dtypes()
 
 
 def _free(module: nn.Module) -> None:
