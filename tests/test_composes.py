@@ -317,6 +317,7 @@ def differences(names: list[str], shape: tuple[int, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (1,), (2, 2)], ids=str)
+@pytest.mark.report(10, 35, 75)
 def test_each_way_of_training_has_the_numbers_of_the_unsharded_model(
     ranks: Pool, shape: tuple[int, ...]
 ) -> None:
@@ -333,6 +334,7 @@ def test_each_way_of_training_has_the_numbers_of_the_unsharded_model(
 
 
 @pytest.mark.slow
+@pytest.mark.report(92)
 def test_compiled_blocks_have_the_numbers_of_the_unsharded_model(ranks: Pool) -> None:
     for wrong in ranks.run(compiled_differences, timeout=200):
         assert wrong == {}
@@ -424,6 +426,7 @@ def adapted(compute: MixedPrecisionPolicy, within: float) -> tuple[str, list[str
 
 
 @pytest.mark.parametrize(("compute", "within"), [(FP32, 1e-5), (BF16, 1e-1)], ids=["fp32", "bf16"])
+@pytest.mark.report(76)
 def test_adapters_in_fp32_train_beside_a_frozen_base_in_bf16(
     ranks: Pool, compute: MixedPrecisionPolicy, within: float
 ) -> None:

@@ -358,7 +358,6 @@ def check(ranks: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=str)
-@pytest.mark.report(35)
 def test_every_lowering_has_the_numbers_of_one_unit_for_each_mark(ranks: Pool, case: Case) -> None:
     check(ranks, case)
 
