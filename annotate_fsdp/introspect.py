@@ -269,7 +269,7 @@ class Settled:
         self.seen: list[bool] = []
 
     @classmethod
-    def install(cls, module: nn.Module, unit: str) -> None:
+    def install(cls, module: Any, unit: str) -> None:  # both an FSDPModule and an nn.Module
         """Put one before each reduction of a sharded module, which the plan names `unit`."""
         for group in fsdp_state(module)._fsdp_param_groups:
             group.post_backward = cls(group, unit)

@@ -317,7 +317,7 @@ def differences(names: list[str], shape: tuple[int, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("shape", [(2,), (1,), (2, 2)], ids=str)
-@pytest.mark.report(10, 35, 75)
+@pytest.mark.report(10, 35, 37, 75)
 def test_each_way_of_training_has_the_numbers_of_the_unsharded_model(
     ranks: Pool, shape: tuple[int, ...]
 ) -> None:
