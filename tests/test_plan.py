@@ -846,6 +846,7 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "excluded": [],
                 "forward_methods": [],
                 "param_dtypes": {},
+                "reduces_unused": False,
                 "islands": [],
             },
             {
@@ -875,6 +876,7 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "excluded": [],
                 "forward_methods": [],
                 "param_dtypes": {},
+                "reduces_unused": False,
                 "islands": [],
             },
         ],
