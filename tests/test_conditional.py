@@ -257,7 +257,7 @@ def test_a_conditional_unit_that_can_join_none_is_an_error(
     with pytest.raises(AnnotationError) as error:
         plan_annotated(model)
     (finding,) = [each for each in error.value.findings if each.path == path]
-    assert finding.code == "AF213"
+    assert finding.code == "AF214"
     assert finding.wrong == (
         f"it cannot join the unit around it: {wrong}, and a rank that skips a unit of its own "
         "hangs the others"
