@@ -144,7 +144,8 @@ class Lockstep:
             unit or "",
             f"call {self.count + 1} of the step is {texts[0]} on rank {first}",
             f"it is {texts[1]} on rank {other}: such ranks wait for each other or mix up numbers",
-            "Run the same units and use the same parameters in each step on every rank",
+            "Run the same units and use the same parameters in each step on every rank, or mark what some "
+            "ranks skip with conditional=True",
         )
 
 

@@ -182,7 +182,7 @@ class _Lowering:
             below = tuple(f"{path}." if path else "" for path in unit.paths)
             members = [path for path in self.surroundings.registered if path.startswith(below)]
             yield Finding(
-                "AF213",
+                "AF214",
                 "error",
                 unit.path,
                 f"conditional=True on it or around it; it holds {', '.join(members)}",

@@ -181,6 +181,23 @@ def test_what_one_rank_finds_every_rank_raises_at_once(ranks: Pool, kind: str, e
     assert time.monotonic() - start < 15  # a rank that waited would wait for the group's 20 s
 
 
+def each_wrong_in_its_own_way() -> None:
+    model = blocks()
+    model[dist.get_rank()].linear.__fsdp_dtype__ = "float32"
+    other_order(model)  # the plans would differ too, if there were any
+    shard_annotated(model, init_device_mesh("cpu", (2,)))
+
+
+def test_ranks_with_different_findings_all_list_both(ranks: Pool) -> None:
+    for error in ranks.outcomes(each_wrong_in_its_own_way):
+        assert isinstance(error, AnnotationError)
+        assert [(each.code, each.path) for each in error.findings] == [
+            ("AF103", "0.linear"),
+            ("AF103", "1.linear"),
+        ]
+        assert ["(on rank 0)" in each.declared for each in error.findings] == [True, False]
+
+
 def corrected() -> float:
     model = blocks()
     if dist.get_rank() == 1:

@@ -139,6 +139,26 @@ def test_gradients_are_the_mean_over_the_ranks_and_none_where_nobody_used_the_un
                 torch.testing.assert_close(grad, there[name])
 
 
+def accumulated() -> dict[str, Any]:
+    """Three microbatches, of which the last reduces."""
+    model = shard_annotated(make(), init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    for number, step in enumerate(STEPS[:3]):
+        model.set_requires_gradient_sync(number == 2)
+        model(inputs(rank), *step[rank]).sum().backward()
+    return gradients(model)
+
+
+def test_microbatches_that_do_not_reduce_count_as_use(ranks: Pool) -> None:
+    model = make()
+    for step in STEPS[:3]:
+        sum(model(inputs(r), *step[r]).sum() for r in range(2)).div(2).backward()  # type: ignore[union-attr]
+    expected = gradients(model)
+    for found in ranks.run(accumulated):
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, expected[name])
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +259,7 @@ def test_a_conditional_unit_that_can_join_none_is_an_error(
     with pytest.raises(AnnotationError) as error:
         plan_annotated(model)
     (finding,) = [each for each in error.value.findings if each.path == path]
-    assert finding.code == "AF213"
+    assert finding.code == "AF214"
     assert finding.wrong == (
         f"it cannot join the unit around it: {wrong}, and a rank that skips a unit of its own "
         "hangs the others"

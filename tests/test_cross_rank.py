@@ -120,7 +120,8 @@ def message(path: str, number: int, first: str, second: str, rank: int = 1) -> s
     return (
         f"AF703 error at {path or 'the root module'}: call {number} of the step is {first} on rank 0, but "
         f"it is {second} on rank {rank}: such ranks wait for each other or mix up numbers. "
-        "Run the same units and use the same parameters in each step on every rank."
+        "Run the same units and use the same parameters in each step on every rank, or mark what some ranks "
+        "skip with conditional=True."
     )
 
 

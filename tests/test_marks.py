@@ -409,7 +409,7 @@ def test_an_unknown_option_is_named_with_those_that_exist() -> None:
     with pytest.raises(AnnotationError) as error:
         fsdp_unit(polcy="fp32", goup="x")  # type: ignore[call-arg]
     known = "policy, casts_itself, reduce_dtype, output_dtype, reshard_after_forward, offload_policy, group"
-    known += ", param_dtypes"
+    known += ", param_dtypes, conditional"
     assert refusal(error) == (
         "2 findings; nothing was sharded\n"
         "  AF101 error at fsdp_unit: fsdp_unit(polcy='fp32'), but there is no such option. "

@@ -850,6 +850,7 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "excluded": [],
                 "forward_methods": [],
                 "param_dtypes": {},
+                "reduces_unused": False,
                 "islands": [],
             },
             {
@@ -879,6 +880,7 @@ def test_a_plan_as_data_reads_as_written() -> None:
                 "excluded": [],
                 "forward_methods": [],
                 "param_dtypes": {},
+                "reduces_unused": False,
                 "islands": [],
             },
         ],
