@@ -31,7 +31,7 @@ from annotate_fsdp import AnnotationError, fsdp_unit, plan_of, shard_annotated
 
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-DIM, VOCAB, STEPS = 8, 13, 3
+DIM, VOCAB, STEPS = 8, 13, 2
 
 Change = Callable[[Any], Any]
 
