@@ -236,7 +236,7 @@ class Settled:
         return self.post_backward(*args)
 
     def _join(self) -> None:
-        """Bring all gradients into the dtype of those that wait; newer torch keeps them in one dtype itself."""
+        """Bring all gradients into the dtype of those that wait; newer torch does so itself."""
         held = [param for param in self.group.fsdp_params if hasattr(param, "_unsharded_param")]
         waiting = [getattr(param, "unsharded_accumulated_grad", None) is not None for param in held]
         if any(waiting) and hasattr(held[0], "to_accumulated_grad_if_needed"):
