@@ -78,7 +78,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
     for unit in plan.units:
         if unit.lowering == "kept":
             continue
-        Settled.install(sharded[unit.path], unit.name)
+        Settled.install(modules[unit.path], unit.name)
         for path, method in unit.forward_methods:
             register_fsdp_forward_method(modules[path], method)
         forward, backward = plan.ahead[unit.path]

@@ -39,6 +39,7 @@ CATALOGUE: tuple[Rule, ...] = (
     Rule("AF211", "error", "a parameter that is not contiguous"),
     Rule("AF212", "error", "a name in `param_dtypes` that matches nothing, or that cannot be set apart"),
     Rule("AF213", "error", "`param_dtypes` that this torch version cannot carry out"),
+    Rule("AF214", "error", "a conditional unit that can join no unit around it"),
     Rule("AF301", "error", "a module that is sharded already"),
     Rule("AF302", "error", "a mark inside of what is sharded already"),
     Rule("AF303", "error", "`plan_of` a model that is not sharded"),

@@ -282,12 +282,18 @@ class Settled:
         if trainable != self.seen:
             self._follow()
             self.seen = trainable
-        waiting = [getattr(param, "unsharded_accumulated_grad", None) is not None for param in params]
-        if self.group.reduce_grads and any(waiting):
-            for param, waits in zip(params, waiting, strict=True):
-                if not waits and hasattr(param, "_unsharded_param"):
-                    param.to_accumulated_grad_if_needed()
+        if self.group.reduce_grads:
+            self._join()
         return self.post_backward(*args)
+
+    def _join(self) -> None:
+        """Bring all gradients into the dtype of those that wait; newer torch does so itself."""
+        held = [param for param in self.group.fsdp_params if hasattr(param, "_unsharded_param")]
+        waiting = [getattr(param, "unsharded_accumulated_grad", None) is not None for param in held]
+        if any(waiting) and hasattr(held[0], "to_accumulated_grad_if_needed"):
+            for param, waits in zip(held, waiting, strict=True):
+                if not waits:
+                    param.to_accumulated_grad_if_needed()
 
     def _follow(self) -> None:
         """Take the dtypes of the parameters that are trainable now."""
