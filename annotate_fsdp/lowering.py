@@ -180,6 +180,7 @@ class _Lowering:
         own = [p for p in parameters if computes[p.path] != (host.policy.param_dtype or p.dtype)]
         excluded = dict.fromkeys(path for unit in (host, *taken) for path in unit.excluded)
         islands = [_island(unit, "fold", _why_folded(unit, host)) for unit in taken]
+        casts = (*host.casts, *(replace(_cast(unit), is_folded=True) for unit in taken))
         return replace(
             host,
             why=why,
@@ -187,7 +188,7 @@ class _Lowering:
             parameters=parameters,
             param_dtypes=tuple((p.path, computes[p.path]) for p in own),
             excluded=tuple(path for path in excluded if path not in members),
-            casts=tuple(replace(_cast(unit), is_folded=True) for unit in taken),
+            casts=tuple(sorted(casts, key=lambda cast: self.surroundings.finished[cast.path])),
             islands=tuple(islands),
         )
 

@@ -655,7 +655,6 @@ class Planner:
             forward_methods=tuple((n.path, name) for n in nodes for name in n.entry_points),
         )
 
-
     def _boundary(self, draft: _Draft) -> tuple[MixedPrecisionPolicy, tuple[Cast, ...]]:
         """Its policy, and what our own hooks cast in place of FSDP2's, if it is a unit of several modules.
 

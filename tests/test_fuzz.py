@@ -25,7 +25,7 @@ from fuzz_models import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool
-from test_lowering_property import CASES, QUIET, WIDTH, broken_promises
+from test_lowering_property import CASES, QUIET, WIDTH, Spec, broken_promises
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -244,6 +244,15 @@ ERRORS = frozenset(
         503,
     )
 )
+
+
+def test_a_member_of_a_named_group_that_runs_again_leaves_the_loss_in_fp32(ranks: Pool) -> None:
+    part = Spec(mark=0, has_weight=True, is_frozen=False, is_half=False, inside=())
+    tree = part._replace(has_weight=False, inside=(part,))
+    for lowering in range(4):
+        options = (("mp_policy", 0), ("lowering", lowering))
+        fuzzed = Fuzzed((tree, None, True), (Edit("grouped", 1, 0),), options)
+        assert ranks.run(outcome, fuzzed) == [([], []), ([], [])]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=QUIET)
