@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from annotate_fsdp.collect import Held, Node, Tree, dtensor_of, original_class
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.marks import Ignore, Policy, Reshard, UnitSpec, did_you_mean
-from annotate_fsdp.plan import MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
+from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, order_units, policy_to_dict
 from annotate_fsdp.policies import PolicyProblem, resolve_policy, with_reduce_dtype
 
 TIE_STAYS_GATHERED = "tied modules: gathered from the first use of the weight to the last"
@@ -665,10 +665,12 @@ class Planner:
             )
         offload = next((s.offload_policy for s in draft.specs if s and s.offload_policy), None)
         has_members = bool(draft.members)  # without any, FSDP2 has nothing to reshard or offload
+        policy, casts = self._boundary(draft)
         return Unit(
             paths=self._paths(draft),
             members=tuple(held.path for held in draft.members),
-            policy=draft.policy or MixedPrecisionPolicy(),
+            policy=policy,
+            casts=casts,
             reshard_after_forward=draft.reshard if has_members else False,
             mesh=self.options.mesh,
             offload_policy=(offload or self.options.offload_policy) if has_members else OffloadPolicy(),
@@ -682,6 +684,23 @@ class Planner:
             excluded=tuple(draft.excluded),
             forward_methods=tuple((n.path, name) for n in nodes for name in n.entry_points),
         )
+
+    def _boundary(self, draft: _Draft) -> tuple[MixedPrecisionPolicy, tuple[Cast, ...]]:
+        """Its policy, and what our own hooks cast in place of FSDP2's, if it is a unit of several modules.
+
+        FSDP2 casts the output of the module that runs last. If a member does not run, or runs again, that is
+        the root: the loss would be cast to the unit's output dtype.
+        """
+        policy = draft.policy or MixedPrecisionPolicy()
+        if len(draft.nodes) < 2 or policy.output_dtype is None or not draft.members:
+            return policy, ()
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        marked = [node for node, spec in zip(draft.nodes, draft.specs, strict=True) if spec is not None]
+        first = draft.members[0].path
+        casts = tuple(
+            Cast(self.tree.nodes[node].path, inputs, policy.output_dtype, parameter=first) for node in marked
+        )
+        return replace(policy, cast_forward_inputs=False, output_dtype=None), casts
 
 
 def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:

@@ -182,7 +182,8 @@ def own_dtypes(model: Model, part: Part, variant: int) -> None:
 
 
 def emptied(model: Model, part: Part, variant: int) -> None:
-    part._parameters.pop("weight", None)
+    if len(part.inside):
+        part._parameters.pop("weight", None)
     fsdp_unit(part)
 
 
