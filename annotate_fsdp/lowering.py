@@ -239,15 +239,10 @@ class _Lowering:
         computes = {p.path: unit.compute_dtype(p) for unit in (host, *taken) for p in unit.parameters}
         own = [p for p in parameters if computes[p.path] != (host.policy.param_dtype or p.dtype)]
         excluded = dict.fromkeys(path for unit in (host, *taken) for path in unit.excluded)
-<<<<<<< HEAD
         kind = "conditional, joined" if taker.is_conditional else "folded into"
         islands = [_island(unit, "fold", _why_folded(unit, host, kind)) for unit in taken]
         casts = [*host.casts, *(replace(self._cast_of(unit), is_folded=True) for unit in taken)]
         joins = taker.is_conditional and any(unit.is_trainable for unit in taken)
-=======
-        islands = [_island(unit, "fold", _why_folded(unit, host)) for unit in taken]
-        casts = (*host.casts, *(replace(_cast(unit), is_folded=True) for unit in taken))
->>>>>>> fuzz
         return replace(
             host,
             why=why,
@@ -257,11 +252,7 @@ class _Lowering:
             param_dtypes=tuple((p.path, computes[p.path]) for p in own),
             excluded=tuple(path for path in excluded if path not in members),
             casts=tuple(sorted(casts, key=lambda cast: self.surroundings.finished[cast.path])),
-<<<<<<< HEAD
             islands=(*host.islands, *islands),
-=======
-            islands=tuple(islands),
->>>>>>> fuzz
         )
 
     def _cast_of(self, unit: Unit) -> Cast:
