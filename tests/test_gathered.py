@@ -316,7 +316,14 @@ def test_three_steps_equal_those_of_the_unsharded_model(ranks: Pool, lowering: s
         assert found == {loss.__name__: ([], []) for loss in LOSSES}
 
 
-@pytest.mark.parametrize("shape", [tied, in_the_root, tied_to_the_root, frozen_head])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        tied,
+        tied_to_the_root,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (in_the_root, frozen_head)),
+    ],
+)
 def test_tied_frozen_and_unmarked_heads_train_alike(ranks: Pool, shape: Callable[[Model], None]) -> None:
     losses = [after_the_root, beside_its_forward, several_paths, accumulate, two_forwards_then_two_backwards]
     for found in ranks.run(train_all, losses, shape, "group"):
