@@ -61,7 +61,7 @@ class Boundary:
             self.cast.path,
             f"a module folded into unit {self.unit or '(root)'}",
             "it was called outside of that unit's forward, so its parameters are not gathered",
-            'Call it inside that forward, or shard with lowering="group" or "unit"',
+            'Call it inside that forward, or shard with lowering="group" or "unit", without conditional=True',
         )
 
 

@@ -380,7 +380,7 @@ def test_a_folded_module_called_outside_of_its_unit_is_a_named_error(ranks: Pool
             "1 finding; the call was refused\n"
             "  AF304 error at layers.1.attention.first: a module folded into unit layers.1, but it was "
             "called outside of that unit's forward, so its parameters are not gathered. Call it inside that "
-            'forward, or shard with lowering="group" or "unit".'
+            'forward, or shard with lowering="group" or "unit", without conditional=True.'
         )
 
 
