@@ -300,7 +300,7 @@ def test_the_audit_of_many_units_takes_little_longer_for_each() -> None:
             model = Model(layers)
         start = time.process_time()
         report = audit(model, world_size=64, mp_policy=BF16)
-        assert len(report.to_json()) > len(str(report)) > layers
+        assert len(report.to_json()) > len(str(report)) > 100
         return time.process_time() - start
 
     few, many = (min(seconds(layers) for _ in range(2)) for layers in (250, 2000))
