@@ -71,7 +71,7 @@ def apply_plan(tree: Tree, plan: Plan, mesh: DeviceMesh, dp_mesh_dims: DataParal
             for target in targets:
                 GatherAgain(target).install()
         if unit.reduces_unused:
-            ForgetUnused(_sharded_module(nodes[unit.path])).install()
+            ForgetUnused(modules[unit.path]).install()
         for cast in unit.casts:
             Boundary(cast, unit.path, *places[cast.parameter]).install(modules[cast.path])
     sharded = {unit.path: _sharded_module(nodes[unit.path]) for unit in plan.units}

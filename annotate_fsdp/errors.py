@@ -77,6 +77,12 @@ class NotGatheredError(AnnotationError):
     outcome = "nothing was gathered"
 
 
+class NotReducedError(AnnotationError):
+    """The gradients of a unit cannot be reduced as its parameters are now; the backward was stopped."""
+
+    outcome = "the gradients were not reduced"
+
+
 class PlanMismatchError(AnnotationError):
     """The ranks of the mesh do not hold the same plan; nothing was sharded on any of them."""
 

@@ -39,6 +39,9 @@ def gathered(model: nn.Module, *paths: str) -> Iterator[None]:
     if not paths:
         findings.append(_no_path())
     for path in paths:
+        if not isinstance(path, str):
+            findings.append(_no_text(model, path))
+            continue
         found = _find(model, path)
         if found:
             places |= found
@@ -82,6 +85,18 @@ def _missing(model: nn.Module, path: str) -> Finding:
         f'gathered(model, "{path}")',
         "the model has no module and no parameter of that name",
         f"Write the path of one, such as {', '.join(near)}" if near else "Write the path of one",
+    )
+
+
+def _no_text(model: nn.Module, given: object) -> Finding:
+    near = next((name for name, module in model.named_modules() if module is given and name), "")
+    return Finding(
+        "AF305",
+        "error",
+        near,
+        f"gathered(model, ...) with a {type(given).__name__}",
+        "it takes paths",
+        f'Write its path: gathered(model, "{near or "lm_head"}")',
     )
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from annotate_fsdp.boundary import boundary_of, grad_tensors
 from annotate_fsdp.collect import Held, Node, Tree, collect_tree, is_on_mesh
-from annotate_fsdp.errors import AnnotationError, Finding
+from annotate_fsdp.errors import AnnotationError, Finding, NotReducedError
 from annotate_fsdp.marks import PLAN_ATTRIBUTE
 from annotate_fsdp.plan import Cast, MeshSpec, ParamInfo, Plan, Unit, dtype_name, order_units
 from annotate_fsdp.policies import with_reduce_dtype
@@ -303,7 +303,7 @@ class Settled:
                 names.setdefault(param.sharded_param.dtype, str(param._param_fqn))
         if len(names) > 1:
             listed = "; ".join(f"{dtype_name(dtype)} such as {name}" for dtype, name in names.items())
-            raise AnnotationError(
+            raise NotReducedError(
                 [
                     Finding(
                         "AF203",
@@ -625,7 +625,7 @@ def watch_communication(
     undo: list[Callable[[], None]] = []
     for group in fsdp_state(module)._fsdp_param_groups:
         for name in ("unshard", "post_backward"):
-            undo.append(_surround(group, name, around))
+            undo.append(surround(group, name, around))
 
     def undo_all() -> None:
         for one in undo:
@@ -634,12 +634,13 @@ def watch_communication(
     return undo_all
 
 
-def _surround(
+def surround(
     owner: Any, name: str, around: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], None]:
-    """Put a method that runs inside `around()` in the place of one; return what takes it away."""
+    """Put a method that runs inside `around()` in the place of an object's own; return what takes it away."""
     method = getattr(owner, name)
 
+    @wraps(method)
     def surrounded(*args: Any, **kwargs: Any) -> Any:
         with around():
             return method(*args, **kwargs)

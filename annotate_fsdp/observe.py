@@ -29,6 +29,7 @@ from annotate_fsdp.introspect import (
     ranks_of,
     reduced_of,
     shards_of,
+    surround,
     switches_of,
     unreduced_of,
     watch_communication,
@@ -208,7 +209,7 @@ class _Recorder:
             module.register_forward_hook(returned, prepend=True),
             module.register_forward_hook(after),
         ]
-        stack.callback(_surround_forward(module, functools.partial(self._in_forward, seen.path, module)))
+        stack.callback(surround(module, "forward", functools.partial(self._in_forward, seen.path, module)))
         if node.inner is not module:  # recomputation calls what a checkpoint wrapper wraps, not itself
             handles.append(node.inner.register_forward_pre_hook(recomputing))
         for handle in handles:
@@ -411,7 +412,7 @@ class _Recorder:
 
     def _reduced(self, unit: str) -> Iterator[str]:
         """Yield the FQNs of the parameters whose gradients the unit's next reduction holds."""
-        names = {(id(h.module), h.name): path for path, holders in self.holders.items() for h in holders}
+        names = self._names()
         for owner, name in reduced_of(self._unit_modules[unit]):
             yield names.get((id(owner), name), name)
 
@@ -555,27 +556,6 @@ def _only_for(module: nn.Module) -> Callable[[Callable[..., None]], Callable[...
         return watch_one
 
     return wrap
-
-
-def _surround_forward(
-    module: nn.Module, around: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Callable[[], None]:
-    """Run a module's forward inside `around()`; return what undoes it."""
-    forward, shadowed = module.forward, vars(module).get("forward")
-
-    @functools.wraps(forward)
-    def surrounded(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return forward(*args, **kwargs)
-
-    vars(module)["forward"] = surrounded
-
-    def undo() -> None:
-        del vars(module)["forward"]
-        if shadowed is not None:
-            vars(module)["forward"] = shadowed
-
-    return undo
 
 
 def _is_compiled(node: Node) -> bool:

@@ -111,6 +111,7 @@ class Planner:
     def sites(self) -> dict[tuple[str, ...], Site]:
         """Return where each unit of the plan lies, by its paths; to be called after `plan`."""
         paths = {id(draft): self._paths(draft) for draft in self.drafts}
+        conditional = self._conditional()
         sites = {}
         for draft in self.drafts:
             around = {id(outer): paths[id(outer)] for node in draft.nodes for outer in self.around[node]}
@@ -119,16 +120,32 @@ class Planner:
                 tuple(around.values()),
                 self._why_it_stays(draft),
                 is_precise,
-                self._is_conditional(draft),
+                id(draft) in conditional,
                 self._why_alone(draft),
             )
         return sites
 
-    def _is_conditional(self, draft: _Draft) -> bool:
-        """Whether it or a unit around it may be skipped on some ranks."""
-        if any(spec is not None and spec.conditional for spec in draft.specs):
-            return True
-        return any(self._is_conditional(outer) for node in draft.nodes for outer in self.around[node])
+    @property
+    def has_conditional(self) -> bool:
+        """Whether any unit may be skipped on some ranks."""
+        return any(map(_is_conditional, self.drafts))
+
+    def _conditional(self) -> set[int]:
+        """Ids of the drafts that may be skipped on some ranks, or that lie inside one of those."""
+        waiting = [draft for draft in self.drafts if _is_conditional(draft)]
+        found = {id(draft) for draft in waiting}
+        if not found:
+            return found
+        inside: dict[int, list[_Draft]] = {}
+        for draft in self.drafts:
+            for outer in (outer for node in draft.nodes for outer in self.around[node]):
+                inside.setdefault(id(outer), []).append(draft)
+        while waiting:
+            for draft in inside.get(id(waiting.pop()), ()):
+                if id(draft) not in found:
+                    found.add(id(draft))
+                    waiting.append(draft)
+        return found
 
     def _why_alone(self, draft: _Draft) -> str:
         """Why a unit cannot join one around it, "" if it can."""
@@ -710,6 +727,10 @@ def describe_parameter(held: Held, is_sharded: bool) -> ParamInfo:
     data = None if is_sharded else dtensor_of(parameter)
     local = shape if data is None else tuple(data.to_local().shape)
     return ParamInfo(held.path, shape, local, parameter.dtype, parameter.requires_grad, tuple(held.aliases))
+
+
+def _is_conditional(draft: _Draft) -> bool:
+    return any(spec is not None and spec.conditional for spec in draft.specs)
 
 
 def _policy_text(policy: Policy) -> str:

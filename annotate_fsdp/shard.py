@@ -258,11 +258,11 @@ def _lowered(
 ) -> tuple[Plan, list[Finding]]:
     """Return how `plan` is carried out, under the lowering `always` if there is one, and what cannot be."""
     lowering = always or options.get("lowering", "auto")
-    sites = planner.sites()
-    is_plain = not any(unit.param_dtypes or sites[unit.paths].is_conditional for unit in plan.units)
+    is_plain = not any(unit.param_dtypes for unit in plan.units) and not planner.has_conditional
     if lowering == "unit" and is_plain:
         return plan, []
     nodes = planner.tree.nodes
+    sites = planner.sites()
     inverter = Inverter(planner.tree, sites, CAN_FOLD)
     plan = inverter.plan(plan)
     if inverter.findings:

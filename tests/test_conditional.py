@@ -303,3 +303,13 @@ def test_ranks_of_which_one_has_the_mark_are_told_so(ranks: Pool) -> None:
 def test_the_option_is_a_bool(value: Any) -> None:
     with pytest.raises(AnnotationError, match="conditional"):
         fsdp_unit(nn.Linear(4, 4), conditional=value)
+
+
+def test_what_lies_deep_inside_a_conditional_unit_is_conditional_too() -> None:
+    deep: nn.Module = fsdp_unit(nn.Linear(2, 2))
+    for _ in range(1500):
+        deep = fsdp_unit(nn.Sequential(deep))
+    model = nn.Sequential(nn.Linear(2, 2), fsdp_unit(nn.Sequential(deep), conditional=True))
+    (unit,) = plan_annotated(model)
+    assert unit.reduces_unused
+    assert len(unit.members) == 4

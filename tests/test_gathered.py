@@ -467,6 +467,18 @@ def test_a_path_that_holds_nothing_is_named(paths: list[str], message: str) -> N
     assert str(caught.value) == f"1 finding; nothing was gathered\n  {message}"
 
 
+def test_a_module_in_place_of_its_path_is_named() -> None:
+    model = Model()
+    for given, path in ((model.head, "head"), (nn.Linear(1, 1), "lm_head")):
+        with pytest.raises(AnnotationError) as caught, gathered(model, given):  # type: ignore[arg-type]
+            pass
+        where = "head" if given is model.head else "the root module"
+        assert str(caught.value) == (
+            f"1 finding; nothing was gathered\n  AF305 error at {where}: gathered(model, ...) with a "
+            f'Linear, but it takes paths. Write its path: gathered(model, "{path}").'
+        )
+
+
 def sharded_by_hand() -> list[str]:
     model = Model()
     mesh = init_device_mesh("cpu", (2,))
