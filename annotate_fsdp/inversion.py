@@ -12,6 +12,7 @@ from annotate_fsdp.collect import Node, Tree
 from annotate_fsdp.errors import Finding
 from annotate_fsdp.plan import Cast, ParamInfo, Plan, Unit, dtype_name, order_units
 from annotate_fsdp.planner import Site
+from annotate_fsdp.policies import with_reduce_dtype
 
 Sites = dict[tuple[str, ...], Site]
 
@@ -123,7 +124,7 @@ class Inverter:
             unit,
             members=tuple(p.path for p in unit.parameters if p.path in listed),
             parameters=tuple(p for p in unit.parameters if p.path in listed),
-            policy=replace(policy, param_dtype=dtype),
+            policy=with_reduce_dtype(replace(policy, param_dtype=dtype)),
             param_dtypes=(),
             casts=_casts(unit),
             why=f"turned inside out: {', '.join(listed)} in {dtype_name(dtype)}",

@@ -635,7 +635,7 @@ class Planner:
         return set(last.values())
 
     def _param_dtypes(self, draft: _Draft) -> Iterator[tuple[str, torch.dtype]]:
-        """Yield (FQN, dtype) of the members that a mark gives a dtype other than the policy's."""
+        """Yield (FQN, dtype) of the members that a mark gives a dtype other than the rest of the unit has."""
         listed = {
             (node, name): dtype
             for node, spec in zip(draft.nodes, draft.specs, strict=True)
@@ -645,13 +645,16 @@ class Planner:
         if not listed:
             return
         mine = {id(held.parameter): held for held in draft.members}
+        compute = getattr(draft.policy, "param_dtype", None)
+        # without one each computes as it is stored, but a unit trains one storage dtype only
+        stored = {held.parameter.dtype for held in draft.members if held.parameter.requires_grad}
         found: dict[str, torch.dtype] = {}
         for (node, name), dtype in listed.items():
             parameter = self.tree.nodes[node].inner._parameters.get(name)
             held = mine.get(id(parameter))
             if held is None:
                 self._no_such_parameter(node, name, dtype, parameter is not None)
-            elif dtype != (getattr(draft.policy, "param_dtype", None) or held.parameter.dtype):
+            elif dtype != (compute or held.parameter.dtype) or (compute is None and len(stored) > 1):
                 found[held.path] = dtype
         yield from ((held.path, found[held.path]) for held in draft.members if held.path in found)
 

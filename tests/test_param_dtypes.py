@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,23 @@ def test_the_inner_unit_and_the_outer_one_cast_nothing_and_our_hooks_cast_instea
     assert (inner.reshard_after_forward, outer.reshard_after_forward) == (False, True)
     assert [str(cast) for cast in outer.casts] == ["mixers.0 (in bf16)"]
     assert outer.why == "turned inside out: mixers.0.A_log in fp32"
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [FP32, torch.bfloat16])
+def test_without_a_policy_the_state_read_back_is_the_plan_too(
+    fake_world: Callable[..., None], stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    fake_world(2)
+    model = Model("bf16", A_log=dtype)
+    for mixer in model.mixers:
+        mixer.A_log.data = mixer.A_log.data.to(stored)
+    mesh = init_device_mesh("cpu", (2,))
+    plan = plan_annotated(model, mesh, lowering="unit")
+    assert plan.owner("mixers.0.A_log").reduce_dtypes == (dtype,)
+    shard_annotated(model, mesh, lowering="unit")
+    assert plan_of(model) == plan
+    assert audit(model).ok
 
 
 @pytest.mark.skipif(not CAN_FOLD, reason="torch < 2.15 computes a unit in one dtype")
